@@ -1,0 +1,99 @@
+"""ringloader: a data loader for PyTorch whose batches are never copied between processes.
+
+Public names are imported when they are first used, so that `import ringloader` and the start of a worker stay light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringloader._core.policy import FaultPolicy
+    from ringloader._runtime.worker_info import WorkerInfo, get_worker_info
+    from ringloader.collation import default_collate
+    from ringloader.datasets import Dataset
+    from ringloader.errors import (
+        ClosedError,
+        ConfigError,
+        FactoryError,
+        InternalError,
+        LayoutError,
+        LoaderError,
+        LoaderTimeoutError,
+        ProtocolError,
+        RemoteError,
+        RingFullError,
+        SampleError,
+        WorkerError,
+    )
+    from ringloader.factory import FactorySpec
+    from ringloader.loader import Loader, LoaderStats, release
+    from ringloader.samplers import DistributedSampler, RandomSampler, SequentialSampler
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "errors": (
+        "ClosedError",
+        "ConfigError",
+        "FactoryError",
+        "InternalError",
+        "LayoutError",
+        "LoaderError",
+        "LoaderTimeoutError",
+        "ProtocolError",
+        "RemoteError",
+        "RingFullError",
+        "SampleError",
+        "WorkerError",
+    ),
+    "_core.policy": ("FaultPolicy",),
+    "_runtime.worker_info": ("WorkerInfo", "get_worker_info"),
+    "collation": ("default_collate",),
+    "datasets": ("Dataset",),
+    "factory": ("FactorySpec",),
+    "loader": ("Loader", "LoaderStats", "release"),
+    "samplers": ("DistributedSampler", "RandomSampler", "SequentialSampler"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "Dataset",
+    "DistributedSampler",
+    "FactoryError",
+    "FactorySpec",
+    "FaultPolicy",
+    "InternalError",
+    "LayoutError",
+    "Loader",
+    "LoaderError",
+    "LoaderStats",
+    "LoaderTimeoutError",
+    "ProtocolError",
+    "RandomSampler",
+    "RemoteError",
+    "RingFullError",
+    "SampleError",
+    "SequentialSampler",
+    "WorkerError",
+    "WorkerInfo",
+    "default_collate",
+    "get_worker_info",
+    "release",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ringloader' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"ringloader.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

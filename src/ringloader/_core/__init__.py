@@ -1,0 +1,1 @@
+"""Pure decisions: no descriptor, process, thread, clock, environment or torch in here."""

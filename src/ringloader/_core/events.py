@@ -1,0 +1,166 @@
+"""Events into the scheduler and commands out of it.
+
+Owns the typed border between decisions and system calls. Messages of workers (`messages.py`) are events too; here is the rest.
+Every command is idempotent: carried out twice, or carried out for an incarnation that is gone, it changes nothing more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringloader._core.messages import Fill
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one batch as they travel: packed int64 or a coded list. `position` keys its random draws."""
+
+    packed: bytes
+    int_keys: bool
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a worker ended, in facts. `returncode` None: the status could not be had. `serial` -1: no Fill was in progress."""
+
+    returncode: int | None
+    serial: int = -1
+    sample: int = -1
+    stage: str = ""
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """The process is gone and reaped, and all it had sent has been handled."""
+
+    worker_id: int
+    incarnation: int
+    death: Death
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBroken:
+    """A worker sent bytes that are no message, or one that makes no sense; `reason` in words."""
+
+    worker_id: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAdded:
+    """The segment asked for exists."""
+
+    segment_id: int
+    slot_nbytes: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRefused:
+    """No room for even one slot. `reason` is a sentence with needed and free bytes; `configured`: the ring's own bound said no."""
+
+    slot_nbytes: int
+    reason: str
+    configured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReleased:
+    """The last view of a lease is gone, or it was given back. `pending`: a copy from the slot may still run."""
+
+    slot_id: int
+    generation: int
+    pending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCompleted:
+    """Every copy from a pending slot has ended."""
+
+    slot_id: int
+    generation: int
+
+
+Event = WorkerExited | WorkerBroken | SegmentAdded | SegmentRefused | SlotReleased | SlotCompleted
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    worker_id: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """Kill at once; `dump` takes the Python stack first."""
+
+    worker_id: int
+    incarnation: int
+    dump: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonWorker:
+    """Stop waiting for a process that cannot be reaped."""
+
+    worker_id: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFill:
+    worker_id: int
+    incarnation: int
+    fill: Fill
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Forget a Fill: `running` is the serial the worker is likely to be in, to be stopped between two samples (-1: none)."""
+
+    worker_id: int
+    incarnation: int
+    session_id: int
+    batch_id: int
+    serial: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddSegment:
+    """Reserve up to `num_slots` slots of `slot_nbytes`, at least `least`. `forced`: above the ring's bound if need be."""
+
+    slot_nbytes: int
+    num_slots: int
+    least: int
+    forced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DropSegment:
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Tell the user, now, through `warnings` or the log."""
+
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Command = StartWorker | KillWorker | AbandonWorker | SendFill | SendCancel | AddSegment | DropSegment | Warn
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What a worker's status page says: the Fill in progress (-1: none), its sample, when it began, and the stage in words."""
+
+    serial: int
+    sample: int
+    began_s: float
+    stage: str

@@ -1,0 +1,149 @@
+"""One frozen dataclass per control message between the training process and a worker.
+
+Owns the vocabulary of the control pipe; `protocol.py` owns its bytes. A field's annotation is its exact wire type: int, str,
+bytes, list, dict or bool, nothing optional, so that a whole message is checked in one comparison. Absent bytes are `b""`, an
+absent id is -1. Must not hold objects that only one side understands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PROTOCOL_VERSION = 1
+NO_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """First message to a worker: who it is and what it builds. Carries the status page, then the dataset's segment if any."""
+
+    version: int
+    worker_id: int
+    incarnation: int
+    parent_pid: int
+    settings: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker has built its dataset. `facts`: length (-1: none), fingerprint, digests, pid."""
+
+    version: int
+    facts: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The worker could not import or build the dataset; `stage` says which. The worker exits after this."""
+
+    version: int
+    stage: str
+    error_type: str
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Fetch `keys`, collate them into the slot. Carries one descriptor per entry of `attach` ([segment_id, nbytes]).
+
+    `keys` is packed int64 when `int_keys`, else a coded list. `position` is the global position of the batch's first sample in
+    the epoch's permutation: the key of every random draw. `slot_id` is -1 when the size is not known yet.
+    """
+
+    session_id: int
+    batch_id: int
+    serial: int
+    slot_id: int
+    generation: int
+    segment_id: int
+    offset: int
+    capacity: int
+    epoch: int
+    position: int
+    int_keys: bool
+    keys: bytes
+    attach: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Forget a Fill: one not begun is answered with `Cancelled`, samples kept for want of room are dropped."""
+
+    session_id: int
+    batch_id: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropSegment:
+    """Unmap a segment; no later Fill names it."""
+
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave politely, after what is in progress."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A batch lies in its slot. `layout` is the definition the first time this incarnation uses `layout_id`, else empty.
+
+    `shapes` is packed int64, leaf after leaf; `inline` the values that cannot live in a slot.
+    """
+
+    serial: int
+    generation: int
+    layout_id: int
+    layout: bytes
+    shapes: bytes
+    inline: bytes
+    nbytes: int
+    copied_nbytes: int
+    num_samples: int
+    fetch_ns: int
+    collate_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeedRoom:
+    """The batch needs `nbytes`; its samples are kept until a larger slot or a `Cancel` comes (`kept`), or will be fetched again."""
+
+    serial: int
+    generation: int
+    nbytes: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The batch could not be made. `kind` is "sample" (the dataset raised at `sample`) or "layout" (samples disagree).
+
+    `sample` is the place within the batch, -1 when no single sample is to blame.
+    """
+
+    serial: int
+    generation: int
+    kind: str
+    sample: int
+    error_type: str
+    error: str
+    traceback: str
+    facts: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The answer to a `Cancel` that came in time."""
+
+    serial: int
+    generation: int
+
+
+ToWorker = Setup | Fill | Cancel | DropSegment | Stop
+FromWorker = Ready | StartFailed | Filled | NeedRoom | Failed | Cancelled
+Message = ToWorker | FromWorker

@@ -1,0 +1,216 @@
+"""One iteration over an epoch: its batches, their order, retries and bad samples.
+
+Owns every batch from the moment its keys are pulled from the sampler until it is handed to the user, exactly once. A batch is
+WAITING (for a worker and a slot), ISSUED, READY or FAILED; handed over, it is kept `in_hand` until the next call proves that it
+arrived, so that an interrupt in between loses nothing. Must not know processes or memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ringloader._core import values
+from ringloader._core.events import Keys
+from ringloader._core.messages import NO_SLOT, Failed, Filled
+
+
+class BatchState(enum.Enum):
+    WAITING = "waiting"
+    ISSUED = "issued"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a batch cannot be handed over: a worker's `Failed` (kind "sample" or "layout"), or deaths (kind "deaths")."""
+
+    kind: str
+    sample: int
+    worker_id: int
+    failed: Failed | None = None
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch. `original` maps its present places to places in the batch as pulled, once samples were skipped or replaced."""
+
+    batch_id: int
+    keys: Keys
+    state: BatchState = BatchState.WAITING
+    serial: int = -1
+    worker_id: int = -1
+    incarnation: int = -1
+    slot_id: int = NO_SLOT
+    need_nbytes: int | None = None
+    sticky_worker: int = -1  # keeps this batch's samples, waiting for room
+    filled: Filled | None = None
+    fault: Fault | None = None
+    deaths: dict[int, int] = field(default_factory=dict)
+    last_exit: str = ""
+
+    def wait_again(self) -> None:
+        """Forget what was made; the keys stay."""
+        self.state, self.serial, self.slot_id = BatchState.WAITING, -1, NO_SLOT
+        self.filled = self.fault = None
+
+    def key_list(self) -> list[object]:
+        """The keys as Python values."""
+        return unpack_keys(self.keys)
+
+
+class Session:
+    """The batches of one iteration, in order."""
+
+    def __init__(self, session_id: int, epoch: int, *, in_order: bool) -> None:
+        self.session_id = session_id
+        self.epoch = epoch
+        self.in_order = in_order
+        self.batches: dict[int, Batch] = {}
+        self.in_hand: Batch | None = None
+        self.num_delivered = 0
+        self.ended = False  # the sampler has no more
+        self.slot_nbytes: int | None = None  # what the next Fill's slot must hold; None until a batch was made
+        self.awaited = False  # its consumer is blocked
+        self.has_collected = False  # garbage was collected for want of a slot
+        self.starved = False  # the oldest missing batch cannot get a slot before the user lets one go
+        self.busy_ns = 0
+        self.skipped: list[object] = []
+        self._waiting: list[int] = []
+        self._ready: list[int] = []  # in the order of completion, for in_order=False
+
+    def submit(self, batch_id: int, keys: Keys) -> None:
+        """Take in the next batch; a second time for the same id changes nothing."""
+        if batch_id not in self.batches:
+            self.batches[batch_id] = Batch(batch_id, keys)
+            heapq.heappush(self._waiting, batch_id)
+
+    def oldest_waiting(self) -> Batch | None:
+        """The batch to issue next: re-issues come before new ones, being older."""
+        while self._waiting:
+            batch = self.batches.get(self._waiting[0])
+            if batch is not None and batch.state is BatchState.WAITING:
+                return batch
+            heapq.heappop(self._waiting)
+        return None
+
+    def wait(self, batch: Batch) -> None:
+        """Put a batch back among those to be issued."""
+        batch.wait_again()
+        heapq.heappush(self._waiting, batch.batch_id)
+
+    def ready(self, batch: Batch, filled: Filled) -> None:
+        batch.state, batch.filled = BatchState.READY, filled
+        batch.sticky_worker = -1
+        self.slot_nbytes = filled.nbytes if self.slot_nbytes is None else max(filled.nbytes, self.slot_nbytes * 7 // 8)
+        self._ready.append(batch.batch_id)
+
+    def fail(self, batch: Batch, fault: Fault) -> None:
+        batch.state, batch.fault, batch.sticky_worker = BatchState.FAILED, fault, -1
+        self._ready.append(batch.batch_id)
+
+    def head(self) -> Batch | None:
+        """The batch to hand over next, if it is ready or failed."""
+        if self.in_order:
+            batch = self.oldest()
+            return batch if batch is not None and batch.state in (BatchState.READY, BatchState.FAILED) else None
+        while self._ready:
+            batch = self.batches.get(self._ready[0])
+            if batch is not None and batch.state in (BatchState.READY, BatchState.FAILED):
+                return batch
+            self._ready.pop(0)
+        return None
+
+    def oldest(self) -> Batch | None:
+        """The oldest batch not handed over."""
+        return next(iter(self.batches.values()), None)
+
+    def youngest_ready(self) -> Batch | None:
+        """The batch whose slot may be taken back for the sake of the oldest."""
+        for batch in reversed(self.batches.values()):
+            if batch.state is BatchState.READY and batch.slot_id != NO_SLOT:
+                return batch
+        return None
+
+    def hand_over(self, batch: Batch) -> None:
+        """The batch goes to the user; it is in hand until `acknowledge`."""
+        self.in_hand = batch
+        del self.batches[batch.batch_id]
+
+    def acknowledge(self) -> None:
+        """What was in hand has arrived."""
+        if self.in_hand is not None:
+            self.in_hand = None
+            self.num_delivered += 1
+
+    def take_back(self) -> None:
+        """What was in hand never arrived: make it again, as the oldest."""
+        batch, self.in_hand = self.in_hand, None
+        if batch is not None and batch.batch_id not in self.batches:
+            self.batches = {batch.batch_id: batch, **self.batches} if self.in_order else {**self.batches, batch.batch_id: batch}
+            if batch.fault is None:
+                self.wait(batch)
+            else:
+                self._ready.insert(0, batch.batch_id)
+
+    def restart(self) -> None:
+        """Every batch that is not failed is made again: no worker is left that could answer."""
+        # Rebuilt from the batches alone: an interrupt may have left the lists half changed. What is in hand stays so: only its
+        # consumer knows whether it arrived.
+        self.batches = dict(sorted(self.batches.items()))
+        self._waiting, self._ready = [], []
+        for batch in self.batches.values():
+            batch.sticky_worker = -1
+            if batch.fault is None:
+                batch.wait_again()
+                self._waiting.append(batch.batch_id)
+            else:
+                batch.state = BatchState.FAILED
+                self._ready.append(batch.batch_id)
+
+    def finished(self) -> bool:
+        return self.ended and not self.batches
+
+    def leave_out(self, batch: Batch, sample: int, *, replace: bool) -> bool:
+        """Skip or replace the sample at a place of a batch; False when no good sample is left to stand in."""
+        keys = batch.key_list()
+        bad = keys[sample]
+        others = [key for key in keys if key != bad and key not in self.skipped]
+        if not others:
+            return False
+        if bad not in self.skipped:
+            self.skipped.append(bad)
+        changed = [others[sample % len(others)] if key == bad else key for key in keys] if replace else others
+        batch.keys = pack_keys(changed, batch.keys.position)
+        batch.deaths.clear()
+        self.wait(batch)
+        return True
+
+
+def pack_keys(keys: object, position: int) -> Keys:
+    """Pack a batch's keys: an int64 array or ints as packed int64, anything else as a coded list.
+
+    Raises TypeError for a key of a type that cannot travel.
+    """
+    if isinstance(keys, np.ndarray) and keys.dtype == np.int64:
+        return Keys(keys.tobytes(), True, position)
+    listed = list(keys)  # type: ignore[call-overload]
+    if set(map(type, listed)) == {int}:
+        try:
+            return Keys(np.array(listed, np.int64).tobytes(), True, position)
+        except OverflowError:
+            pass
+    return Keys(values.encode(listed), False, position)
+
+
+def unpack_keys(keys: Keys) -> list[object]:
+    """Return the keys as Python values."""
+    if keys.int_keys:
+        return np.frombuffer(keys.packed, np.int64).tolist()  # type: ignore[no-any-return]
+    listed: list[object] = values.decode(keys.packed)
+    return listed

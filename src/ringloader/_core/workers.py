@@ -1,0 +1,160 @@
+"""Worker life cycle: starts, restarts, budget, backoff, time limits.
+
+Owns which incarnation of which worker lives, which Fills it holds, and when it has had its time. A worker is judged by its own
+status page, and never for time in which this process itself did not run. Must not start or kill anything itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from ringloader._core.events import WorkerView
+from ringloader._core.messages import Fill
+from ringloader._core.policy import PoolPolicy
+
+# A process that SIGKILL has not ended after this long hangs in the kernel; the run goes on without its slot.
+UNREAPED_S = 5.0
+# The watcher looks at this interval when nothing else is due; a look that comes this much late means we did not run.
+LOOK_S = 1.0
+_LATE_S = 0.3
+
+
+class WorkerState(enum.Enum):
+    STARTING = "starting"
+    RUNNING = "running"
+    KILLED = "killed"
+    BACKOFF = "backoff"
+    GIVEN_UP = "given up"
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker id and its present incarnation. Times on the monotonic clock."""
+
+    worker_id: int
+    state: WorkerState = WorkerState.STOPPED
+    incarnation: int = 0
+    fills: dict[int, tuple[int, Fill]] = field(default_factory=dict)  # serial → (session id, Fill), oldest first
+    num_filled: int = 0  # by this incarnation
+    deaths: deque[float] = field(default_factory=deque)
+    num_restarts: int = 0
+    num_fruitless: int = 0  # deaths in a row without a batch in between
+    since_s: float = 0.0  # start of the present state; due time in BACKOFF
+    kill_reason: str = ""
+    seen: tuple[int, int] = (-1, -1)  # (serial, sample) of the last look
+    seen_since_s: float = 0.0
+    excused_s: float = 0.0  # time of the present batch in which we did not run
+    pid: int = -1
+
+    def is_available(self, limit: int) -> bool:
+        return self.state is WorkerState.RUNNING and len(self.fills) < limit
+
+
+class Workers:
+    """All workers of one pool."""
+
+    def __init__(self, policy: PoolPolicy) -> None:
+        self.policy = policy
+        self.all = [Worker(worker_id) for worker_id in range(policy.num_workers)]
+        self.look_at_s: float | None = None
+
+    def get(self, worker_id: int, incarnation: int) -> Worker | None:
+        """The worker, if that incarnation is the present one."""
+        worker = self.all[worker_id]
+        return worker if worker.incarnation == incarnation else None
+
+    def least_loaded(self) -> Worker | None:
+        """The running worker with the fewest Fills and room for one more."""
+        best: Worker | None = None
+        for worker in self.all:
+            if worker.is_available(self.policy.prefetch_factor) and (best is None or len(worker.fills) < len(best.fills)):
+                best = worker
+        return best
+
+    def start(self, worker: Worker, now_s: float) -> int:
+        """Begin the next incarnation; return its number."""
+        worker.incarnation += 1
+        worker.state, worker.since_s = WorkerState.STARTING, now_s
+        worker.num_filled, worker.seen, worker.excused_s, worker.kill_reason = 0, (-1, -1), 0.0, ""
+        return worker.incarnation
+
+    def died(self, worker: Worker, now_s: float) -> bool:
+        """Charge a death; True when a replacement is due (in BACKOFF until then), False when the worker is given up."""
+        faults = self.policy.faults
+        worker.num_fruitless = 0 if worker.num_filled else worker.num_fruitless + 1
+        worker.deaths.append(now_s)
+        while worker.deaths and worker.deaths[0] <= now_s - faults.window_s:
+            worker.deaths.popleft()
+        if len(worker.deaths) > faults.restarts:
+            worker.state = WorkerState.GIVEN_UP
+            return False
+        worker.num_restarts += 1
+        worker.state, worker.since_s = WorkerState.BACKOFF, now_s + self._backoff_s(worker)
+        return True
+
+    def refund(self, worker: Worker) -> None:
+        """Take back the last charge: the death was a sample's fault, and that sample is left out from now on."""
+        if worker.deaths:
+            worker.deaths.pop()
+
+    def _backoff_s(self, worker: Worker) -> float:
+        # The first replacement starts at once: a worker that was killed from outside should not cost a wait.
+        if worker.num_fruitless < 2:
+            return 0.0
+        faults = self.policy.faults
+        return min(faults.max_backoff_s, faults.backoff_s * 2.0 ** (worker.num_fruitless - 2))
+
+    def look(self, now_s: float) -> None:
+        """Excuse every worker for time in which this process did not run: stopped, suspended, or blocked as a whole."""
+        late_s = 0.0 if self.look_at_s is None else now_s - self.look_at_s
+        self.look_at_s = None
+        if late_s > _LATE_S:
+            for worker in self.all:
+                worker.excused_s += late_s
+                worker.seen_since_s += late_s
+                if worker.state is WorkerState.STARTING:
+                    worker.since_s += late_s
+
+    def overdue(self, worker: Worker, view: WorkerView, now_s: float) -> str | None:
+        """Return why a running worker has had its time, in words, or None."""
+        if view.serial not in worker.fills:
+            worker.seen = (-1, -1)
+            return None
+        if worker.seen[0] != view.serial:
+            worker.excused_s = 0.0
+        if worker.seen != (view.serial, view.sample):
+            worker.seen, worker.seen_since_s = (view.serial, view.sample), now_s
+        timeout_s, stall_s = self.policy.timeout_s, self.policy.faults.stall_s
+        spent_s = now_s - view.began_s - worker.excused_s
+        if timeout_s is not None and spent_s > timeout_s:
+            return f"it spent {spent_s:.1f} s on one batch (timeout={timeout_s:g})"
+        if stall_s is not None and now_s - worker.seen_since_s > stall_s:
+            return f"it made no progress within one sample for {now_s - worker.seen_since_s:.1f} s (faults.stall_s={stall_s:g})"
+        return None
+
+    def start_overdue(self, worker: Worker, now_s: float) -> bool:
+        limit_s = self.policy.faults.start_timeout_s
+        return limit_s is not None and now_s - worker.since_s > limit_s
+
+    def plan_look(self, now_s: float) -> None:
+        """Bring the next look forward to when something may become due; one that is planned is never put off."""
+        for worker in self.all:
+            due_s = self._due_s(worker, now_s)
+            if due_s is not None and (self.look_at_s is None or due_s < self.look_at_s):
+                self.look_at_s = max(now_s, due_s)
+
+    def _due_s(self, worker: Worker, now_s: float) -> float | None:
+        if worker.state is WorkerState.BACKOFF:
+            return worker.since_s
+        if worker.state is WorkerState.KILLED:
+            return worker.since_s + UNREAPED_S
+        if worker.state is WorkerState.STARTING:
+            limit_s = self.policy.faults.start_timeout_s
+            return None if limit_s is None else worker.since_s + limit_s + 0.001
+        limits = [limit for limit in (self.policy.timeout_s, self.policy.faults.stall_s) if limit is not None]
+        if worker.state is WorkerState.RUNNING and worker.fills and limits:
+            return now_s + min(LOOK_S, min(limits) / 8)
+        return None

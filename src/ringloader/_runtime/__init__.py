@@ -1,0 +1,1 @@
+"""The shell: facts of the operating system become events, commands become system calls."""

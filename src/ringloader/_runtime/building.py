@@ -1,0 +1,57 @@
+"""Build what a worker needs from its settings: import path, dataset, collator.
+
+Owns the form of the settings that travel in a Setup; the same functions serve inline. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ringloader import factory
+from ringloader._runtime import main_module
+from ringloader._runtime.collate import Collator
+from ringloader.factory import FactorySpec
+
+
+def prepare(settings: dict[str, Any]) -> None:
+    """Make imports work as they do in the parent."""
+    sys.path[:] = settings["sys_path"]
+    try:
+        os.chdir(settings["cwd"])
+    except OSError:
+        pass  # gone since: relative paths fail in the user's own code, with its own words
+    if settings["main"]:
+        main_module.load_main(main_module.MainModule.from_dict(settings["main"]))
+
+
+def build_dataset(settings: dict[str, Any], payload: list[int]) -> Any:
+    """Build the dataset from its spec, or from the pickle in the payload's segment."""
+    if settings["spec"]:
+        return FactorySpec.from_wire(settings["spec"]).build()
+    fd, sizes = payload[0], settings["payload_sizes"]
+    # Private: what a dataset writes to its own arrays stays in this worker, and what it only reads is shared by all.
+    mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    os.close(fd)
+    view, parts, start = memoryview(mapping), [], 0
+    for size in sizes:
+        parts.append(view[start : start + size])
+        start += -(-size // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+    return factory.unpickle_dataset(bytes(parts[0]), parts[1:])
+
+
+PAYLOAD_ALIGNMENT = 64
+
+
+def build_collator(settings: dict[str, Any]) -> Collator:
+    collate_fn = factory.callable_from_wire(settings["collate"]) if settings["collate"] else None
+    return Collator(output=settings["output"], collate_fn=collate_fn, convert=settings["convert"])
+
+
+def run_init(settings: dict[str, Any], worker_id: int) -> None:
+    if settings["init_fn"]:
+        init_fn: Callable[[int], object] = factory.callable_from_wire(settings["init_fn"])
+        init_fn(worker_id)

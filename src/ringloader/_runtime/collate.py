@@ -1,0 +1,390 @@
+"""Samples to a slot, one copy.
+
+Owns the life of one batch: samples are added as they are fetched; `finish` lays the batch out and writes it, or keeps what it
+needs for a larger slot. Large arrays are copied to their row as soon as they are added, while they are in the cache, and dropped;
+all else is kept and joined column by column at the end, which takes a third of the time of a loop over rows. Must not import
+torch, know a process, or keep a slot after `finish`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringloader._core import values
+from ringloader._core.layout import Layout, LeafType, Placement, Shapes, numbered
+from ringloader._runtime.columns import LEAF_NODE, VALUE_NODE, Asker, Inline, Outcome, Source, Subtree, gather
+from ringloader._runtime.direct import DirectRows, direct_rows, row_nbytes
+from ringloader._runtime.results import walk_batch
+from ringloader._runtime.structure import Keys, Structure
+from ringloader.errors import LayoutError
+
+# From this size a leaf is worth its own Python call per row; below, joining a column at once is faster.
+DIRECT_NBYTES = 16 * 1024
+# What travels in a message must not stall the pipe: a batch with more text than this belongs into arrays.
+MAX_INLINE_NBYTES = 64 << 20
+# Ragged trees (dict keys that differ per batch) must not grow the memory of a worker without bound.
+_MAX_LAYOUTS = 64
+
+
+class Collated:
+    """A batch that is laid out: its definition, what travels beside the slot, and, until written, where its bytes come from.
+
+    `inline` holds the encoded inline values (b"" if there are none), `nbytes` is the room needed in a slot, `copied_nbytes` all
+    that is copied to make the batch. An empty batch is `written` without a slot.
+    """
+
+    __slots__ = ("_placement", "_sources", "copied_nbytes", "inline", "layout", "nbytes", "shapes", "written")
+
+    def __init__(self, layout: Layout, placement: Placement, inline: bytes, sources: Sequence[Source], copied_nbytes: int) -> None:
+        self.layout = layout
+        self.shapes: Shapes = placement.shapes
+        self.inline = inline
+        self.nbytes = placement.nbytes
+        self.copied_nbytes = copied_nbytes
+        self.written = placement.nbytes == 0
+        self._placement = placement
+        self._sources = sources
+
+    def write(self, slot: np.ndarray) -> None:
+        """Write the batch to a slot, a writable 1-D uint8 array of at least `nbytes`; may be repeated until `forget_sources`."""
+        for source, offset, size in zip(self._sources, self._placement.offsets, self._placement.sizes, strict=False):
+            if size:
+                source.write(slot, offset)
+
+    def check(self) -> None:
+        """Raise what `write` would raise about rows that do not agree."""
+        for source in self._sources:
+            source.check()
+
+    def check_empty(self) -> None:
+        """Check the leaves without bytes, which `write` leaves out."""
+        for source, size in zip(self._sources, self._placement.sizes, strict=True):
+            if not size:
+                source.check()
+
+    def forget_sources(self) -> None:
+        """Drop samples and slot: the batch is written, and `write` does nothing from now on."""
+        self._sources = ()
+        self.written = True
+
+
+class Batch:
+    """One batch in the making."""
+
+    def add(self, sample: Any) -> None:
+        """Add the next sample. Raises LayoutError for one that cannot be part of this batch."""
+        raise NotImplementedError
+
+    def extend(self, samples: Sequence[Any]) -> None:
+        """Add samples that were fetched together."""
+        for sample in samples:
+            self.add(sample)
+
+    def finish(self) -> Collated:
+        """Lay the batch out and write it if it fits the slot. Raises LayoutError for samples that do not make a batch."""
+        raise NotImplementedError
+
+
+class Collator:
+    """What all batches of one loader share: the options, and the structures and layouts seen so far.
+
+    `output` "torch" or "numpy" says what leaves will become. Without `collate_fn` samples are collated as by torch's
+    `default_collate`; `convert` takes the one sample of a batch as the batch itself (`batch_size=None`).
+    """
+
+    def __init__(self, *, output: str = "torch", collate_fn: Callable[..., Any] | None = None, convert: bool = False) -> None:
+        self.asker = Asker(output, self._warn_of_grad)
+        self.asker.walk = lambda batch, path, keys: walk_batch(batch, path, keys, self.asker)
+        self.structure: Structure | None = None
+        self._collate_fn = collate_fn
+        self._convert = convert
+        self._warned_of_grad = False
+        self._layouts: dict[Layout, Layout] = {}
+
+    def begin(self, num_samples: int, keys: Sequence[Any] | None = None, slot: np.ndarray | None = None) -> Batch:
+        """Start a batch of about `num_samples` samples for `slot`, a writable 1-D uint8 array, or for a slot yet to be found.
+
+        `keys` are the dataset keys of the samples in order, for error messages; they are read when an error is worded, not
+        before, so the caller may remove the key of a sample that is left out.
+        """
+        if self._collate_fn is None and not self._convert:
+            return GatheredBatch(self, num_samples, Keys(keys), slot)
+        return ResultBatch(self, self._collate_fn, self._convert, Keys(keys), slot)
+
+    def layout_of(self, layout: Layout) -> Layout:
+        """Return the object that stands for all layouts equal to this one."""
+        known = self._layouts.setdefault(layout, layout)
+        if len(self._layouts) > _MAX_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return known
+
+    def _warn_of_grad(self, path: str) -> None:
+        if not self._warned_of_grad:
+            self._warned_of_grad = True
+            words = f"{path} requires grad; batches are detached, since autograd does not reach into a dataset"
+            warnings.warn(words, UserWarning, stacklevel=2)
+
+
+class GatheredBatch(Batch):
+    """A batch under torch's rules for `default_collate`."""
+
+    __slots__ = ("_collator", "_direct", "_flat", "_keys", "_num_samples", "_recovered_nbytes", "_samples", "_slot", "_structure")
+
+    def __init__(self, collator: Collator, num_samples: int, keys: Keys, slot: np.ndarray | None) -> None:
+        self._collator = collator
+        self._num_samples = num_samples
+        self._keys = keys
+        self._slot = slot
+        self._samples: list[Any] = []
+        self._structure: Structure | None = None
+        # The leaves that go to their row at once, by position; while there are any, `_flat` holds the other leaves per sample.
+        self._direct: dict[int, DirectRows] = {}
+        self._flat: list[list[Any]] | None = None
+        self._recovered_nbytes = 0
+
+    def add(self, sample: Any) -> None:
+        if self._flat is not None:
+            self._add_flat(sample)
+        elif self._samples:
+            self._samples.append(sample)
+        else:
+            self._start(sample)
+
+    def extend(self, samples: Sequence[Any]) -> None:
+        if self._flat is None:
+            self._samples += samples
+        else:
+            super().extend(samples)
+
+    def finish(self) -> Collated:
+        num_rows = len(self._samples if self._flat is None else self._flat)
+        if num_rows == 0:
+            raise LayoutError("a batch has no samples", path="batch", samples=())
+        structure = self._structure or self._structure_of(self._samples[0])
+        if self._flat is None:
+            columns: Sequence[Sequence[Any]] = structure.columns(self._samples, self._keys)
+        else:
+            columns = list(zip(*self._flat, strict=True))
+        try:
+            return self._finish(structure, columns, num_rows, strict=False)
+        except LayoutError:
+            raise
+        except (ValueError, TypeError, RuntimeError, NotImplementedError):
+            # Rows that do not agree: look at each of them, to promote or to say where.
+            self._recover()
+            columns = columns if self._flat is None else list(zip(*self._flat, strict=True))
+            return self._finish(structure, columns, num_rows, strict=True)
+
+    def _finish(self, structure: Structure, columns: Sequence[Sequence[Any]], num_rows: int, strict: bool) -> Collated:
+        keys, asker, direct = self._keys, self._collator.asker, self._direct
+        outcomes: list[Outcome] = [
+            direct[position].placed(num_rows) if position in direct else gather(column, leaf, keys, asker, strict)
+            for position, (column, leaf) in enumerate(zip(columns, structure.leaves, strict=True))
+        ]
+        collated, placement = self._lay_out(structure, outcomes)
+        fits = self._slot is not None and len(self._slot) >= collated.nbytes
+        if direct and not (fits and self._are_in_place(structure, outcomes, placement)):
+            self._recover()
+            assert self._flat is not None
+            return self._finish(structure, list(zip(*self._flat, strict=True)), num_rows, strict)
+        collated.check_empty()
+        if self._slot is not None and fits:
+            collated.write(self._slot)
+            collated.forget_sources()
+        elif not collated.written:
+            collated.check()
+        return collated
+
+    def _lay_out(self, structure: Structure, outcomes: list[Outcome]) -> tuple[Collated, Placement]:
+        sources: list[Source] = []
+        inline: list[Any] = []
+        signature: list[int] = []
+        known, extra_nbytes = structure.reusable, self._recovered_nbytes
+        for outcome in outcomes:
+            if isinstance(outcome, Inline):
+                inline.append(outcome.value)
+                signature.append(0)
+            elif isinstance(outcome, Subtree):
+                known = False
+                sources += outcome.sources
+            else:
+                sources.append(outcome)
+                signature.append(id(outcome.leaf))
+        layout = structure.layouts.get(tuple(signature)) if known else None
+        if layout is None:
+            layout, inline = self._make_layout(structure, outcomes, [source.leaf for source in sources])
+            if known:
+                structure.layouts[tuple(signature)] = layout
+        placement = layout.place(tuple([source.shape for source in sources]))
+        packed = pack_inline(inline, self._keys) if inline else b""
+        copied = sum(placement.sizes) + extra_nbytes
+        return Collated(layout, placement, packed, sources, copied), placement
+
+    def _make_layout(self, structure: Structure, outcomes: list[Outcome], leaves: list[LeafType]) -> tuple[Layout, list[Any]]:
+        parts: list[Any] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Inline):
+                parts.append((VALUE_NODE, [outcome.value]))
+            elif isinstance(outcome, Subtree):
+                parts.append((outcome.node, outcome.values))
+            else:
+                parts.append((LEAF_NODE, []))
+        tree, inline = structure.node(parts)
+        return make_layout(self._collator, Subtree(tree, [], inline), leaves, self._keys), inline
+
+    def _structure_of(self, sample: Any) -> Structure:
+        structure = self._collator.structure
+        if structure is None or not structure.matches(sample):
+            structure = Structure(sample, self._keys, self._collator.asker.accepts)
+            self._collator.structure = structure
+        self._structure = structure
+        return structure
+
+    def _start(self, sample: Any) -> None:
+        structure = self._structure_of(sample)
+        self._samples.append(sample)
+        if self._slot is None:
+            return
+        flat = structure.flatten(sample, 0, self._keys)
+        if not any(map(_is_large, flat)):
+            return
+        if self._plan_direct(structure, flat):
+            self._flat = []
+            self._samples.clear()
+            self._add_flat(sample)
+
+    def _plan_direct(self, structure: Structure, flat: list[Any]) -> bool:
+        """Predict where the leaves will lie from the first sample; `finish` moves them if it was wrong."""
+        assert self._slot is not None
+        outcomes = [gather([value], leaf, self._keys, self._collator.asker, False) for value, leaf in zip(flat, structure.leaves, strict=True)]
+        sources = [outcome for outcome in outcomes if not isinstance(outcome, (Inline, Subtree))]
+        if any(isinstance(outcome, Subtree) for outcome in outcomes):
+            return False
+        leaves = tuple(source.leaf for source in sources)
+        tree, inline = structure.node([(VALUE_NODE, [None]) if isinstance(o, Inline) else (LEAF_NODE, []) for o in outcomes])
+        layout = structure.layouts.get(tuple([0 if isinstance(o, Inline) else id(o.leaf) for o in outcomes])) or Layout(
+            numbered(tree), leaves, len(inline)
+        )
+        shapes = tuple([(self._num_samples, *source.shape[1:]) for source in sources])
+        placement = layout.place(shapes)
+        if placement.nbytes > len(self._slot):
+            return False
+        offsets = iter(zip(placement.offsets, shapes, strict=True))
+        for position, outcome in enumerate(outcomes):
+            if isinstance(outcome, Inline):
+                continue
+            assert not isinstance(outcome, Subtree)
+            offset, shape = next(offsets)
+            if _is_large(flat[position]):
+                self._direct[position] = direct_rows(flat[position], outcome.leaf, shape, self._slot, offset)
+        return bool(self._direct)
+
+    def _add_flat(self, sample: Any) -> None:
+        assert self._flat is not None and self._structure is not None
+        row = len(self._flat)
+        flat = self._structure.flatten(sample, row, self._keys)
+        if self._direct and row >= self._num_samples:
+            self._recover()
+        for position, rows in list(self._direct.items()):
+            if not rows.write_row(row, flat[position], self._structure.leaves[position].path, self._keys):
+                self._recover()
+                break
+        for position in self._direct:
+            flat[position] = None
+        self._flat.append(flat)
+
+    def _are_in_place(self, structure: Structure, outcomes: list[Outcome], placement: Placement) -> bool:
+        # A prediction has no subtrees, so without one sources and outcomes that are no text correspond.
+        if any(isinstance(outcome, Subtree) for outcome in outcomes):
+            return False
+        offsets = iter(placement.offsets)
+        found = [None if isinstance(outcome, Inline) else next(offsets) for outcome in outcomes]
+        return all(found[position] == rows.offset for position, rows in self._direct.items())
+
+    def _recover(self) -> None:
+        """Take the rows that were written back out of the slot, and go on as if they had been kept."""
+        for position, rows in self._direct.items():
+            assert self._flat is not None
+            recovered = rows.recover(len(self._flat))
+            self._recovered_nbytes += rows.row_nbytes * len(self._flat)
+            for flat, value in zip(self._flat, recovered, strict=True):
+                flat[position] = value
+        self._direct = {}
+
+
+class ResultBatch(Batch):
+    """A batch that a collate_fn makes, or a single sample that is one."""
+
+    def __init__(
+        self, collator: Collator, collate_fn: Callable[..., Any] | None, convert: bool, keys: Keys, slot: np.ndarray | None
+    ) -> None:
+        self._collator = collator
+        self._collate_fn = collate_fn
+        self._convert = convert
+        self._keys = keys
+        self._slot = slot
+        self._samples: list[Any] = []
+
+    def add(self, sample: Any) -> None:
+        self._samples.append(sample)
+
+    def finish(self) -> Collated:
+        if self._collate_fn is None and len(self._samples) != 1:
+            raise LayoutError(f"batch_size=None takes one sample per batch, not {len(self._samples)}", path="batch", samples=())
+        samples: Any = self._samples[0] if self._convert else self._samples
+        batch = samples if self._collate_fn is None else self._collate_fn(samples)
+        convert = self._convert and self._collate_fn is None
+        tree = walk_batch(batch, "sample" if convert else "batch", self._keys, self._collator.asker, convert)
+        layout = make_layout(self._collator, tree, [source.leaf for source in tree.sources], self._keys)
+        placement = layout.place(tuple([source.shape for source in tree.sources]))
+        # What the collate_fn put together is copied once more, into the slot.
+        copied = sum(placement.sizes) * (1 if self._collate_fn is None else 2)
+        inline = pack_inline(tree.values, self._keys) if tree.values else b""
+        collated = Collated(layout, placement, inline, tree.sources, copied)
+        if self._slot is not None and len(self._slot) >= collated.nbytes:
+            collated.write(self._slot)
+            collated.forget_sources()
+        return collated
+
+
+def _is_large(value: Any) -> bool:
+    nbytes = row_nbytes(value)
+    return nbytes > 0 and nbytes >= DIRECT_NBYTES
+
+
+def make_layout(collator: Collator, tree: Subtree, leaves: list[LeafType], keys: Keys) -> Layout:
+    """Return the layout of a tree. Raises LayoutError for dict keys that cannot be sent."""
+    try:
+        return collator.layout_of(Layout(numbered(tree.node), tuple(leaves), len(tree.values)))
+    except (TypeError, ValueError, OverflowError) as error:
+        for node in tree.node.walk():
+            for key in node.keys:
+                _check_key(key, keys)
+        raise keys.error("batch", f"cannot be described ({error})", 0) from error
+
+
+def _check_key(key: Any, keys: Keys) -> None:
+    try:
+        values.encode(key)
+    except (TypeError, ValueError, OverflowError) as error:
+        words = f"has the key {key!r} of type {type(key).__qualname__}, which cannot be sent ({error}): use text, numbers or tuples"
+        raise keys.error("batch", words, 0, key=key) from error
+
+
+def pack_inline(inline: list[Any], keys: Keys) -> bytes:
+    """Encode the inline values. Raises LayoutError if they are too large or hold something that is no plain value."""
+    try:
+        packed = values.encode(inline)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise keys.error("batch", f"holds values that cannot travel in a message ({error}); batch of sample {keys[0]!r}", 0) from error
+    if len(packed) > MAX_INLINE_NBYTES:
+        words = (
+            f"holds {len(packed)} bytes of text and other plain values, more than the {MAX_INLINE_NBYTES} that a message may carry: "
+            "return arrays, or fewer samples per batch"
+        )
+        raise keys.error("batch", words, 0, nbytes=len(packed), limit=MAX_INLINE_NBYTES)
+    return packed

@@ -1,0 +1,105 @@
+"""Rows that are copied to the slot as soon as their sample is there.
+
+Owns one leaf's rows in the slot until the batch is finished. A row of another shape is an error at once (numpy and torch would
+broadcast it), a row of another dtype or type is reported, not cast. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringloader._core import dtypes
+from ringloader._core.layout import LeafType, leaf_type
+from ringloader._runtime.columns import refuse_shape
+from ringloader._runtime.containers import Rule, rule_of
+from ringloader._runtime.structure import Keys
+
+
+class PlacedRows:
+    """A leaf whose rows are in the slot already, where the layout wants them."""
+
+    __slots__ = ("leaf", "shape")
+
+    def __init__(self, leaf: LeafType, shape: tuple[int, ...]) -> None:
+        self.leaf = leaf
+        self.shape = shape
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        """Nothing is left to do."""
+
+    def check(self) -> None:
+        """Each row was checked when it was written."""
+
+
+class DirectRows:
+    """One leaf's rows in the slot: `out` is an array or tensor over them with the batch as its first dimension."""
+
+    __slots__ = ("_is_array", "_leaf", "_out", "_shape", "offset", "row_nbytes")
+
+    def __init__(self, out: Any, leaf: LeafType, offset: int, is_array: bool) -> None:
+        self.offset = offset
+        self.row_nbytes: int = out.nbytes // max(1, out.shape[0])
+        self._out = out
+        self._leaf = leaf
+        self._shape = out.shape[1:]
+        self._is_array = is_array
+
+    def write_row(self, row: int, value: Any, path: str, keys: Keys) -> bool:
+        """Copy a row; return False, having done nothing, if it is not of this leaf's type and dtype.
+
+        Raises LayoutError for another shape.
+        """
+        if not self._is_array:
+            return self._write_tensor(row, value, path, keys)
+        if type(value) is not np.ndarray or value.dtype != self._out.dtype:
+            return False
+        if value.shape != self._shape:
+            raise refuse_shape(path, keys, row, self._shape, value.shape)
+        # With the ellipsis a row of no dimensions is a view, too.
+        self._out[row, ...] = value
+        return True
+
+    def _write_tensor(self, row: int, value: Any, path: str, keys: Keys) -> bool:
+        from ringloader._runtime import tensors
+
+        if rule_of(type(value)) is not Rule.TENSOR or not tensors.is_plain(value) or value.dtype != self._out.dtype:
+            return False
+        if value.shape != self._shape:
+            raise refuse_shape(path, keys, row, self._shape, value.shape)
+        self._out[row].copy_(value)
+        return True
+
+    def placed(self, num_rows: int) -> PlacedRows:
+        """Return the first rows as a leaf."""
+        shape = (num_rows, *self._shape)
+        return PlacedRows(leaf_type(self._leaf.kind, self._leaf.dtype, len(shape)), shape)
+
+    def recover(self, num_rows: int) -> Sequence[Any]:
+        """Return copies of the first rows, as arrays or tensors of their own."""
+        held = self._out[:num_rows]
+        held = held.copy() if self._is_array else held.clone()
+        return [held[row, ...] for row in range(num_rows)]
+
+
+def direct_rows(first: Any, leaf: LeafType, shape: tuple[int, ...], slot: np.ndarray, offset: int) -> DirectRows:
+    """Return the rows of a leaf of `shape` at `offset`; `first` is its first row."""
+    if isinstance(first, np.ndarray):
+        return DirectRows(np.ndarray(shape, dtypes.storage_of(leaf.dtype), slot, offset), leaf, offset, is_array=True)
+    from ringloader._runtime import tensors
+
+    return DirectRows(tensors.view(slot, offset, leaf.dtype, shape), leaf, offset, is_array=False)
+
+
+def row_nbytes(value: Any) -> int:
+    """Return the size of a value that can be a row of its own, 0 for any other."""
+    rule = rule_of(type(value))
+    if rule is Rule.ARRAY:
+        return int(value.nbytes)
+    if rule is not Rule.TENSOR:
+        return 0
+    from ringloader._runtime import tensors
+
+    return int(value.nbytes) if tensors.is_plain(value) else 0

@@ -1,0 +1,251 @@
+"""Fetch the samples of one batch and collate them into a slot.
+
+Owns what a worker does with a Fill, in a process of its own or inline: epoch, seeds, fetching, collation, and the answer. What it
+cannot place for want of room it keeps, one batch per session, until it is told where to or to forget it; it never waits. Must not
+know pipes or processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringloader._core import messages as msg
+from ringloader._core import values
+from ringloader._core.events import Keys
+from ringloader._core.layout import Layout
+from ringloader._core.session import unpack_keys
+from ringloader._runtime import status
+from ringloader._runtime.collate import Collated, Collator
+from ringloader._runtime.seeding import Seeder
+from ringloader._runtime.status import StatusPage
+from ringloader._runtime.worker_info import WorkerInfo
+from ringloader.errors import LayoutError, LoaderError
+
+# Layouts an incarnation remembers having sent; ragged data makes new shapes all the time but few new trees.
+MAX_LAYOUTS = 256
+# What of an exception's text and traceback travels: enough to read, whatever an exception carries.
+_MAX_TEXT = 64 << 10
+_CUT = "\n... cut, {size:,} characters in all ...\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A batch that waits for room."""
+
+    batch_id: int
+    collated: Collated
+    num_samples: int
+    fetch_ns: int
+
+
+class CancelledFill(Exception):
+    """The Fill in progress is not wanted any more."""
+
+
+class Filler:
+    """Answers Fills from one dataset. `catch` are the exceptions that count as the sample's: the rest ends the worker."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collator: Collator,
+        seeder: Seeder,
+        info: WorkerInfo,
+        page: StatusPage,
+        *,
+        seed_per: str = "batch",
+        catch: type[BaseException] = BaseException,
+    ) -> None:
+        self._dataset = dataset
+        self._collator = collator
+        self._seeder = seeder
+        self._info = info
+        self._page = page
+        self._seed_samples = seed_per == "sample"
+        self._catch = catch
+        self._epoch: int | None = None
+        self._kept: dict[int, _Kept] = {}
+        self._layout_ids: OrderedDict[Layout, int] = OrderedDict()
+        self._next_layout_id = 0
+        # torch looks for the method and for its truth, so that a wrapper can switch it off with None.
+        self._getitems = None if self._seed_samples else getattr(dataset, "__getitems__", None)
+
+    def fill(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
+        """Carry out one Fill into `slot` (1-D uint8, None: no room yet) and return the answer."""
+        began_ns = time.monotonic_ns()
+        self._page.begin(fill.serial, began_ns)
+        kept = self._kept.get(fill.session_id)
+        answer: msg.FromWorker
+        try:
+            if kept is not None and kept.batch_id == fill.batch_id:
+                del self._kept[fill.session_id]
+                answer = self._place(fill, kept, slot)
+            else:
+                answer = self._make(fill, slot, began_ns)
+        except CancelledFill:
+            answer = msg.Cancelled(fill.serial, fill.generation)
+        except SystemExit:
+            raise
+        except self._catch as error:
+            answer = self._failed(fill, error)
+        self._page.stage(status.SENDING)
+        return answer
+
+    def done(self, *, made: bool) -> None:
+        """The answer has been sent."""
+        self._page.end(made=made)
+
+    def cancel(self, session_id: int, batch_id: int) -> None:
+        """Forget samples kept for a batch."""
+        kept = self._kept.get(session_id)
+        if kept is not None and kept.batch_id == batch_id:
+            del self._kept[session_id]
+
+    def _make(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None, began_ns: int) -> msg.FromWorker:
+        self._set_epoch(fill.epoch)
+        keys = unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))
+        self._seeder.for_position(fill.epoch, fill.position)
+        self._page.stage(status.FETCHING)
+        batch = self._collator.begin(len(keys), keys, slot)
+        if self._getitems:
+            batch.extend(self._getitems(keys))
+        else:
+            self._fetch_each(fill, keys, batch)
+        fetched_ns = time.monotonic_ns()
+        self._page.stage(status.COLLATING)
+        collated = batch.finish()
+        kept = _Kept(fill.batch_id, collated, len(keys), fetched_ns - began_ns)
+        if collated.written or not collated.nbytes:
+            return self._filled(fill, kept, time.monotonic_ns() - fetched_ns)
+        return self._place(fill, kept, slot)
+
+    def _fetch_each(self, fill: msg.Fill, keys: list[Any], batch: Any) -> None:
+        page, dataset, serial = self._page, self._dataset, fill.serial
+        for place, key in enumerate(keys):
+            page.sample(place)
+            if page.cancelled == serial:
+                raise CancelledFill
+            if self._seed_samples:
+                self._seeder.for_position(fill.epoch, fill.position + place * self._info.world_size)
+            batch.add(dataset[key])
+
+    def _place(self, fill: msg.Fill, kept: _Kept, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
+        """Write a made batch into the slot, or keep it and ask for room."""
+        self._page.stage(status.COLLATING)
+        nbytes = kept.collated.nbytes
+        if nbytes and (slot is None or len(slot) < nbytes):
+            # One batch per session is kept, never more: an older one is fetched again when its Fill comes.
+            self._kept[fill.session_id] = kept
+            return msg.NeedRoom(fill.serial, fill.generation, nbytes, True)
+        began_ns = time.monotonic_ns()
+        if nbytes:
+            kept.collated.write(slot)  # type: ignore[arg-type]
+        return self._filled(fill, kept, time.monotonic_ns() - began_ns)
+
+    def _filled(self, fill: msg.Fill, made: _Kept, collate_ns: int) -> msg.Filled:
+        collated = made.collated
+        layout_id, definition = self._layout_id(collated.layout)
+        return msg.Filled(
+            fill.serial,
+            fill.generation,
+            layout_id,
+            definition,
+            pack_shapes(collated.shapes),
+            collated.inline,
+            collated.nbytes,
+            collated.copied_nbytes,
+            made.num_samples,
+            made.fetch_ns,
+            collate_ns,
+        )
+
+    def _layout_id(self, layout: Layout) -> tuple[int, bytes]:
+        known = self._layout_ids.get(layout)
+        if known is not None:
+            self._layout_ids.move_to_end(layout)
+            return known, b""
+        layout_id, self._next_layout_id = self._next_layout_id, self._next_layout_id + 1
+        self._layout_ids[layout] = layout_id
+        if len(self._layout_ids) > MAX_LAYOUTS:
+            self._layout_ids.popitem(last=False)
+        return layout_id, layout.to_wire()
+
+    def _set_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = self._info.epoch = epoch
+            set_epoch = getattr(self._dataset, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+
+    def _failed(self, fill: msg.Fill, error: BaseException) -> msg.Failed:
+        place = self._page.view().sample
+        if isinstance(error, LayoutError):
+            kind, facts = "layout", _plain_facts(error)
+        else:
+            kind, facts = "sample", {}
+        return msg.Failed(
+            fill.serial, fill.generation, kind, place, type_name(error), safe_text(error), format_traceback(error), facts
+        )
+
+
+def pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:
+    """Pack the dimensions of all leaves, leaf after leaf; their number of dimensions is part of the layout."""
+    packed = _packed_shapes.get(shapes)
+    if packed is None:
+        if len(_packed_shapes) >= MAX_LAYOUTS:
+            _packed_shapes.clear()
+        flat = [dimension for shape in shapes for dimension in shape]
+        packed = _packed_shapes[shapes] = np.array(flat, np.int64).tobytes()
+    return packed
+
+
+_packed_shapes: dict[tuple[tuple[int, ...], ...], bytes] = {}
+
+
+def _plain_facts(error: LoaderError) -> dict[str, Any]:
+    """The facts of one of our own errors that can travel."""
+    facts = {}
+    for name, value in error.facts.items():
+        try:
+            values.encode(value)
+        except (TypeError, ValueError):
+            value = repr(value)
+        facts[name] = value
+    return {"packed": values.encode(facts)}
+
+
+def type_name(error: BaseException) -> str:
+    """Return the qualified name of an exception's type, without "builtins."."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def safe_text(error: BaseException) -> str:
+    """Return `str(error)`, cut to a bounded length; a placeholder when the exception's own code fails."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        return f"<its text could not be had: {type_name(failure)}>"
+    return cut(text)
+
+
+def format_traceback(error: BaseException) -> str:
+    """Return the formatted traceback, cut to a bounded length."""
+    import traceback  # only when something failed: workers start lighter without it
+
+    try:
+        return cut("".join(traceback.format_exception(error)))
+    except Exception:
+        return cut("".join(traceback.format_tb(error.__traceback__)) + type_name(error))
+
+
+def cut(text: str) -> str:
+    """Shorten a text in its middle to about 64 Ki characters."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    return text[: _MAX_TEXT // 2] + _CUT.format(size=len(text)) + text[-_MAX_TEXT // 2 :]

@@ -1,0 +1,153 @@
+"""The inline backend: Fills carried out on the thread that asks for the next batch.
+
+Owns the dataset of `num_workers=0` and puts the user's own random generators back after every batch. Same scheduler, same ring,
+same filler as worker processes; nothing to start, kill or time out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from ringloader._core import messages as msg
+from ringloader._core.events import WorkerBroken, WorkerExited, WorkerView
+from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
+from ringloader._runtime.pool import Fact
+from ringloader._runtime.seeding import Seeder, Undisturbed
+from ringloader._runtime.segment import Segment
+from ringloader._runtime.status import STAGES, StatusPage
+from ringloader._runtime.worker_info import WorkerInfo, get_worker_info, set_worker_info
+
+
+class InlinePool:
+    """One worker that is this very thread, behind the backend interface (see engine.py).
+
+    `build` returns the dataset and its collator and runs the user's init function; `facts` of the dataset are made from it.
+    """
+
+    is_inline = True
+    needs_drain = False
+
+    def __init__(self, build: Callable[[], tuple[Any, Any]], info: WorkerInfo, seed_per: str) -> None:
+        self._build = build
+        self._info = info
+        self._seeder = Seeder(info.seed)
+        self._seed_per = seed_per
+        self._page = StatusPage(StatusPage.create())
+        self._queue: deque[tuple[msg.Fill, Segment | None]] = deque()
+        self._facts: deque[Fact] = deque()
+        self._filler: Filler | None = None
+        self._incarnation = 0
+
+    def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        """Carry out the oldest Fill, if the caller is willing to wait for it."""
+        if self._queue and timeout_s != 0:
+            fill, segment = self._queue[0]
+            answer = self._fill(fill, segment)
+            # Only now: an interrupt in the user's code leaves the Fill where it was.
+            self._facts.append((0, self._incarnation, answer))
+            if self._queue and self._queue[0][0] is fill:
+                self._queue.popleft()
+        return []
+
+    def collect(self, ready: Iterable[tuple[int, int]]) -> list[Fact]:
+        facts = list(self._facts)
+        self._facts.clear()
+        return facts
+
+    def drain(self) -> list[Fact]:
+        return self.collect(())
+
+    def observe(self, worker_id: int) -> WorkerView | None:
+        return None  # never late: it runs on the caller's own time
+
+    def start_worker(self, worker_id: int, incarnation: int) -> Callable[[], WorkerExited | None]:
+        """Build the dataset, on the caller's thread."""
+        self._incarnation = incarnation
+        with self._as_worker():
+            self._seeder.for_build()
+            answer = self._built()
+        self._facts.append((0, incarnation, answer))
+        return lambda: None
+
+    def _built(self) -> msg.Ready | msg.StartFailed:
+        try:
+            dataset, collator = self._build()
+            self._info.dataset = dataset
+            self._filler = Filler(
+                dataset, collator, self._seeder, self._info, self._page, seed_per=self._seed_per, catch=Exception
+            )
+            length = len(dataset) if hasattr(dataset, "__len__") else -1
+        except Exception as error:
+            stage = STAGES[2]
+            return msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), format_traceback(error))
+        return msg.Ready(msg.PROTOCOL_VERSION, {"pid": -1, "length": length, "fingerprint": "", "digests": {}})
+
+    def _fill(self, fill: msg.Fill, segment: Segment | None) -> msg.FromWorker:
+        assert self._filler is not None
+        slot = None
+        if segment is not None and fill.capacity:
+            slot = np.frombuffer(segment.mapping, np.uint8, fill.capacity, fill.offset)
+        with self._as_worker():
+            answer = self._filler.fill(fill, slot)
+        self._filler.done(made=isinstance(answer, msg.Filled))
+        return answer
+
+    def _as_worker(self) -> _AsWorker:
+        return _AsWorker(self._info)
+
+    def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
+        self._queue.append((fill, segment))
+        return None
+
+    def send_cancel(self, worker_id: int, incarnation: int, cancel: msg.Cancel, running: int) -> None:
+        for entry in list(self._queue):
+            fill = entry[0]
+            if fill.serial == cancel.serial:
+                self._queue.remove(entry)
+                self._facts.append((0, self._incarnation, msg.Cancelled(fill.serial, fill.generation)))
+        if self._filler is not None:
+            self._filler.cancel(cancel.session_id, cancel.batch_id)
+
+    def drop_segment(self, segment_id: int) -> None:
+        pass
+
+    def kill_worker(self, worker_id: int, incarnation: int, *, dump: bool) -> None:
+        raise AssertionError("an inline worker is never overdue")
+
+    def abandon_worker(self, worker_id: int, incarnation: int) -> None:
+        raise AssertionError("an inline worker is never overdue")
+
+    def kill_all(self) -> None:
+        self._queue.clear()
+        self._facts.clear()
+
+    def stop(self, stop_s: float) -> None:
+        self.kill_all()
+        self._filler = self._info.dataset = None
+
+    def close(self) -> None:
+        self._page.close()
+
+    def pids(self) -> list[int]:
+        return []
+
+
+class _AsWorker:
+    """While dataset code runs: `get_worker_info` answers, and the user's generators are put back afterwards."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self._info = info
+        self._undisturbed = Undisturbed()
+
+    def __enter__(self) -> None:
+        self._outer = get_worker_info()
+        self._undisturbed.__enter__()
+        set_worker_info(self._info)
+
+    def __exit__(self, *error: Any) -> None:
+        set_worker_info(self._outer)
+        self._undisturbed.__exit__(*error)

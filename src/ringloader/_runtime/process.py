@@ -1,0 +1,150 @@
+"""One worker process: start, wait for its end, dump its stack, kill.
+
+Owns the facts of a process: pid, pidfd, exit status. A worker is a fresh interpreter in a session of its own, so nothing of this
+process is forked, no terminal signal reaches it and its own children can be ended with it. Must only ever wait for and signal
+what it started itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ringloader._runtime.status import StatusPage
+
+# One thread per worker: a pool of threads per process times the number of workers is more threads than cores.
+_THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+# The signal that makes a worker write its stacks to its status page; high, so that datasets are unlikely to use it.
+DUMP_SIGNAL = signal.SIGRTMAX - 2
+_DUMP_WAIT_S = 0.5
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+# -P keeps the working directory out of sys.path until the handshake brings the parent's own path: a ./socket.py there must not
+# be imported instead of the standard library's.
+_BOOTSTRAP = "import sys; sys.path.append({root!r}); from ringloader._runtime.worker import main; main({fd})"
+
+
+class WorkerProcess:
+    """A started worker; `sock` is our end of its pipe."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], sock: socket.socket, page: StatusPage) -> None:
+        self._popen = popen
+        self.sock = sock
+        self.page = page
+        self.pid = popen.pid
+        self.is_reaped = False
+        self.returncode: int | None = None
+        try:
+            self.pidfd = os.pidfd_open(popen.pid)
+        except OSError:
+            self.pidfd = -1  # an old kernel or a sandbox without it: the owner waits in a thread
+
+    @classmethod
+    def start(cls, hash_seed: int, page: StatusPage) -> WorkerProcess:
+        """Start an interpreter that runs a worker. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            popen = subprocess.Popen(
+                [*_interpreter(), "-c", _BOOTSTRAP.format(root=_PACKAGE_ROOT, fd=theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=_environment(hash_seed),
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return cls(popen, ours, page)
+
+    def signal(self, number: int) -> None:
+        """Send a signal unless the process has been reaped."""
+        if not self.is_reaped:
+            try:
+                if self.pidfd >= 0:
+                    signal.pidfd_send_signal(self.pidfd, number)
+                else:
+                    os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass
+
+    def dump_stack(self) -> None:
+        """Have the worker write its Python stacks to its status page, and wait a moment for them."""
+        self.page.clear_trace()
+        self.signal(DUMP_SIGNAL)
+        deadline_s = time.monotonic() + _DUMP_WAIT_S
+        before = ""
+        while time.monotonic() < deadline_s:
+            # Bounded: a process that is stopped or deep in the kernel never answers.
+            time.sleep(0.005)
+            trace = self.page.trace()
+            if trace and trace == before:
+                return
+            before = trace
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def reap(self, *, wait: bool) -> bool:
+        """Collect the exit status if the process has ended; True when it has."""
+        if self.is_reaped:
+            return True
+        options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
+        try:
+            if os.waitid(os.P_PID, self.pid, options) is None:
+                return False
+        except ChildProcessError:
+            # The user ignores SIGCHLD, so the kernel keeps no status: the process has ended if it is not there.
+            if not wait and _exists(self.pid):
+                return False
+            self._mark_reaped(None)
+            return True
+        # Still a zombie, so its id is its own: children it left behind can be ended by their group without hitting a stranger.
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except OSError:
+            pass
+        self._mark_reaped(self._popen.wait())
+        return True
+
+    def _mark_reaped(self, returncode: int | None) -> None:
+        self.is_reaped = True
+        self.returncode = returncode
+        self._popen.returncode = returncode if returncode is not None else 0
+
+    def close(self) -> None:
+        """Let go of descriptors; the process should be reaped, or is abandoned."""
+        if not self.is_reaped:
+            self._popen.returncode = 0  # abandoned on purpose: subprocess must not wait for it or warn about it
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+        self.page.close()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _interpreter() -> list[str]:
+    # The flags of this interpreter (-O, -X dev, -W ...), as multiprocessing passes them on.
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-P"]
+
+
+def _environment(hash_seed: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    for name in _THREAD_LIMITS:
+        environment.setdefault(name, os.environ.get("OMP_NUM_THREADS", "1"))
+    if environment.get("PYTHONHASHSEED", "random") == "random":
+        environment["PYTHONHASHSEED"] = str(hash_seed)
+    return environment

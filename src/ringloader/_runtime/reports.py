@@ -1,0 +1,145 @@
+"""Faults in words: the exceptions that `next()` raises, from the facts the scheduler kept.
+
+Owns the sentences. Must not decide anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringloader._core import values
+from ringloader._core.messages import Failed, StartFailed
+from ringloader._core.scheduler import Scheduler, room_sentence
+from ringloader._core.session import Batch, Fault, Session
+from ringloader._core.units import in_words
+from ringloader.errors import (
+    ConfigError,
+    FactoryError,
+    LayoutError,
+    LoaderError,
+    RemoteError,
+    RingFullError,
+    SampleError,
+    WorkerError,
+)
+
+_MAX_KEYS = 16
+
+
+def batch_error(batch: Batch, fault: Fault, *, inline: bool) -> LoaderError:
+    """The exception for a batch that could not be made."""
+    worker = None if inline else fault.worker_id
+    keys = batch.key_list()
+    key = keys[fault.sample] if 0 <= fault.sample < len(keys) else None
+    where = f"batch {batch.batch_id}" + ("" if worker is None else f", worker {worker}")
+    if fault.failed is None:
+        deaths = batch.deaths.get(fault.sample, 0)
+        return WorkerError(
+            f"sample {key!r} ended {deaths} workers (faults.sample_deaths), {where} with indices {_brief(keys)}; "
+            f"last: {fault.text}; faults.on_bad_sample='skip' or 'replace' leaves such samples out",
+            index=key,
+            batch=batch.batch_id,
+            worker=worker,
+            indices=keys,
+            deaths=deaths,
+        )
+    return _from_failed(batch, fault.failed, key, where, worker)
+
+
+def _from_failed(batch: Batch, failed: Failed, key: object, where: str, worker: int | None) -> LoaderError:
+    error: LoaderError
+    if failed.kind == "layout":
+        packed = failed.facts.get("packed")
+        facts = values.decode(packed) if isinstance(packed, bytes) else {}
+        error = LayoutError(f"{failed.error} ({where})", **{**facts, "batch": batch.batch_id, "worker": worker})
+    else:
+        advice = "; a debugger needs num_workers=0" if failed.error_type.endswith("BdbQuit") else ""
+        error = SampleError(
+            f"sample {key!r} raised {failed.error_type}: {failed.error}{advice} ({where}, indices {_brief(batch.key_list())})"
+            f"\n\n{failed.traceback}",
+            index=key,
+            batch=batch.batch_id,
+            worker=worker,
+            indices=batch.key_list(),
+            original_type=failed.error_type,
+            original_message=failed.error,
+        )
+    error.__cause__ = RemoteError(failed.traceback or failed.error)
+    return error
+
+
+def start_error(fault: StartFailed) -> FactoryError:
+    """The exception for a dataset that could not be built."""
+    error = FactoryError(
+        f"{fault.stage} failed in a worker: {fault.error_type}: {fault.error}\n\n{fault.traceback}",
+        stage=fault.stage,
+        original_type=fault.error_type,
+        original_message=fault.error,
+    )
+    error.__cause__ = RemoteError(fault.traceback)
+    return error
+
+
+def lost_error(scheduler: Scheduler, batch: Batch | None) -> LoaderError:
+    """The exception for a pool in which no worker is left."""
+    policy = scheduler.policy.faults
+    last = f"; {batch.last_exit}" if batch is not None and batch.last_exit else ""
+    which = f"; batch {batch.batch_id} with indices {_brief(batch.key_list())} is missing" if batch is not None else ""
+    if not last:
+        reasons = sorted({w.kill_reason for w in scheduler.workers.all if w.kill_reason})
+        last = f"; {'; '.join(reasons)}" if reasons else ""
+    kind = WorkerError if scheduler.dataset_facts is not None else FactoryError
+    return kind(
+        f"all {scheduler.policy.num_workers} workers have used up their restarts "
+        f"(faults.restarts={policy.restarts} within faults.window_s={policy.window_s:g} s){which}{last}",
+        restarts=policy.restarts,
+        batch=None if batch is None else batch.batch_id,
+        indices=[] if batch is None else batch.key_list(),
+    )
+
+
+def full_error(scheduler: Scheduler, session: Session, holders: list[str], limit: int) -> LoaderError:
+    """The exception for a ring without room for the next batch."""
+    refusal = scheduler.refusal
+    assert refusal is not None
+    num_slots = len(scheduler.slots.by_id)
+    if refusal.configured and not holders and num_slots < 2:
+        return ConfigError(
+            f"{room_sentence(refusal)}: at least two slots are needed; raise max_ring_bytes to "
+            f"{2 * refusal.slot_nbytes:,} bytes or more, or make batches smaller",
+            option="max_ring_bytes",
+            value=limit,
+        )
+    held = ", ".join(holders[:5]) or "none"
+    return RingFullError(
+        f"no slot is free for batch {session.num_delivered}: {len(scheduler.slots.by_id)} slots, held by batches you keep: "
+        f"{held}; {room_sentence(refusal)}; clone() what you keep, release(batch), or raise max_ring_bytes",
+        num_slots=num_slots,
+        holders=holders,
+        needed_nbytes=refusal.slot_nbytes,
+        limit_nbytes=limit,
+    )
+
+
+def waiting_line(scheduler: Scheduler, session: Session, observe: Any, waited_s: float) -> str:
+    """What a consumer has been waiting for, from the scheduler's tables and the status pages; nobody is disturbed."""
+    batch = session.oldest()
+    if batch is None:
+        return f"still waiting after {waited_s:.0f} s for the sampler's next batch"
+    parts = [f"still waiting after {waited_s:.0f} s for batch {batch.batch_id} ({batch.state.value})"]
+    for worker in scheduler.workers.all:
+        view = observe(worker.worker_id)
+        doing = f"{view.stage}, sample {view.sample} of fill {view.serial}" if view is not None else "no process"
+        mark = " has it" if worker.worker_id == batch.worker_id and batch.serial in worker.fills else ""
+        parts.append(f"worker {worker.worker_id} (pid {worker.pid}, {worker.state.value}){mark}: {doing}")
+    if session.starved:
+        parts.append("no slot is free")
+    if scheduler.refusal is not None:
+        parts.append(f"the ring may not grow beyond {in_words(scheduler.slots.nbytes())}: {scheduler.refusal.reason}")
+    return "; ".join(parts)
+
+
+def _brief(keys: list[object]) -> str:
+    if len(keys) <= _MAX_KEYS:
+        return repr(keys)
+    return f"{repr(keys[:_MAX_KEYS])[:-1]}, ... {len(keys)} in all]"

@@ -1,0 +1,127 @@
+"""Random draws that depend on the sample, not on the worker.
+
+Owns the seeding of `random`, numpy and torch: before the dataset is built from the loader's seed alone, so that every worker
+builds the same one; before each batch from (seed, epoch, global position of its first sample), so that draws differ between
+ranks, batches and epochs and depend on neither the number of workers nor on restarts. numpy.random and torch are seeded the moment
+they are imported when that happens late. Must not import either by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import random
+import struct
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import Any
+
+_LATE = ("numpy.random", "torch")
+_BUILD_EPOCH = -1
+
+
+def draw_key(seed: int, epoch: int, position: int) -> int:
+    """Return 128 bits that are a function of the three alone. Source: BLAKE2, RFC 7693."""
+    packed = struct.pack("<Qqq", seed & 0xFFFFFFFFFFFFFFFF, epoch, position)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=16).digest(), "little")
+
+
+class Seeder:
+    """Seeds the global generators of this process."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._key = draw_key(seed, _BUILD_EPOCH, 0)
+
+    def for_build(self) -> None:
+        """Seed for the construction of the dataset."""
+        self._seed_all(draw_key(self._seed, _BUILD_EPOCH, 0))
+
+    def for_position(self, epoch: int, position: int) -> None:
+        """Seed for a batch, or a sample, that begins at a global position of an epoch."""
+        self._seed_all(draw_key(self._seed, epoch, position))
+
+    def _seed_all(self, key: int) -> None:
+        self._key = key
+        random.seed(key)
+        modules = sys.modules
+        for name in _LATE:
+            module = modules.get(name)
+            if module is not None:
+                self.seed_module(name, module)
+
+    def seed_module(self, name: str, module: Any) -> None:
+        """Seed one module's global generator with the present key, if the module is far enough imported to have one."""
+        if name == "torch":
+            generator = getattr(module, "default_generator", None)
+            if generator is not None:
+                generator.manual_seed(self._key >> 64)
+        elif hasattr(module, "seed"):
+            # One word: a longer seed costs four times as much, and this happens for every batch.
+            module.seed(self._key & 0xFFFFFFFF)
+
+
+class LateImports(MetaPathFinder, Loader):
+    """Seeds numpy.random and torch the moment somebody imports them; for workers only."""
+
+    def __init__(self, seeder: Seeder) -> None:
+        self._seeder = seeder
+        self._searching = False
+        self._loaders: dict[str, Any] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _LATE or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is None or spec.loader is None:
+            return None
+        self._loaders[fullname] = spec.loader
+        spec.loader = self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loaders[spec.name].create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        loader = self._loaders[module.__name__]
+        if module.__spec__ is not None:
+            module.__spec__.loader = loader
+        module.__loader__ = loader
+        loader.exec_module(module)
+        self._seeder.seed_module(module.__name__, module)
+
+
+class Undisturbed:
+    """Puts the global generators of this process back as they were; for code that runs on the user's own thread."""
+
+    def __enter__(self) -> Undisturbed:
+        self._random = random.getstate()
+        self._numpy = self._torch = None
+        numpy_random = sys.modules.get("numpy.random")
+        if numpy_random is not None:
+            # Lending another bit generator costs 3 us; saving and restoring the state costs 70.
+            self._numpy = numpy_random.get_bit_generator()
+            numpy_random.set_bit_generator(numpy_random.MT19937(0))
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            self._torch = torch.default_generator.get_state()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        random.setstate(self._random)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_bit_generator(self._numpy)
+        if self._torch is not None:
+            sys.modules["torch"].default_generator.set_state(self._torch)

@@ -1,0 +1,143 @@
+"""Shared-memory segments: create, reserve, map. The only user of posix_ipc.
+
+Owns the rule that memory is reserved before anyone writes to it, so that a lack of it is an exception here and never a SIGBUS
+in whoever touches the page first. A segment is unlinked as soon as it is open and travels by descriptor: what has no name cannot
+be left behind, whoever is killed. Where `/dev/shm` is too small a segment is a memfd. Must not know slots.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+
+import posix_ipc
+
+from ringloader._core.units import in_words
+from ringloader._runtime import memory
+
+_SHM_DIR = "/dev/shm"
+# Memory is reserved in steps this large, with a fresh look at what is left before each.
+_STEP_NBYTES = 64 << 20
+# 18 characters with the slash: systems exist that allow 31.
+_NAME_PREFIX = "/rl-"
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; mmap.madvise passes the number through
+
+
+class RoomError(Exception):
+    """There is no room for a segment; the text says needed and free bytes."""
+
+
+class Segment:
+    """`nbytes` of reserved, zeroed shared memory with a descriptor to pass on and, once asked for, a mapping."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self._mapping: mmap.mmap | None = None
+
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """Reserve a segment in `/dev/shm`, or as a memfd where that is too small. Raises RoomError."""
+        check_room(nbytes)
+        fd = _open_shm(nbytes)
+        if fd is not None:
+            try:
+                _reserve(fd, nbytes)
+                return cls(fd, nbytes)
+            except RoomError:
+                os.close(fd)  # others filled /dev/shm meanwhile
+            except BaseException:
+                os.close(fd)
+                raise
+        fd = _translate(os.memfd_create, "ringloader", os.MFD_CLOEXEC)
+        try:
+            _reserve(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes)
+
+    @property
+    def mapping(self) -> mmap.mmap:
+        """The whole segment, shared and writable. It is unmapped when its last view is gone, not before."""
+        if self._mapping is None:
+            self._mapping = map_shared(self.fd, self.nbytes)
+        return self._mapping
+
+    def close(self) -> None:
+        """Let go of the descriptor and of our reference to the mapping; views stay valid."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._mapping = None
+
+
+def map_shared(fd: int, nbytes: int) -> mmap.mmap:
+    """Map a segment for reading and writing, without touching its pages. Raises RoomError."""
+    mapped: mmap.mmap = _translate(mmap.mmap, fd, nbytes)
+    return mapped
+
+
+def populate(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Make the pages of a range present in this process, so that writing to them does not fault one by one."""
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE, start, offset + nbytes - start)
+    except OSError:
+        pass  # an older kernel: pages fault in as they are written
+
+
+def check_room(nbytes: int) -> None:
+    """Raise RoomError when this process should not take `nbytes` more."""
+    available = memory.available_nbytes()
+    usable = available - memory.margin_nbytes(available)
+    if nbytes > usable:
+        raise RoomError(f"{in_words(nbytes)} of memory are needed and {in_words(usable)} are available")
+
+
+def _open_shm(nbytes: int) -> int | None:
+    """Open an unlinked object in /dev/shm, or None when there is no room or no such file system."""
+    try:
+        stat = os.statvfs(_SHM_DIR)
+        if nbytes > stat.f_bavail * stat.f_frsize:
+            return None
+        # Created empty and unlinked before it grows: killed in between, an empty name is all that could stay.
+        name = f"{_NAME_PREFIX}{secrets.token_hex(7)}"
+        shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+        try:
+            posix_ipc.unlink_shared_memory(name)
+        except BaseException:
+            shared.close_fd()
+            raise
+    except (OSError, posix_ipc.Error):
+        return None
+    os.set_inheritable(shared.fd, False)
+    fd: int = shared.fd
+    return fd
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    for start in range(0, nbytes, _STEP_NBYTES):
+        step = min(_STEP_NBYTES, nbytes - start)
+        if start:
+            check_room(nbytes - start)
+        _translate(os.posix_fallocate, fd, start, step)
+
+
+def _translate(call, *args):  # type: ignore[no-untyped-def]
+    """Run a system call; a lack of anything becomes a RoomError in words."""
+    lacks = {
+        errno.ENOSPC: "the file system for shared memory is full",
+        errno.ENOMEM: "the system has no memory or mappings left",
+        errno.EFBIG: "the limit on file sizes (ulimit -f) is lower",
+        errno.EMFILE: "this process has no descriptors left (ulimit -n)",
+        errno.ENFILE: "the system has no descriptors left",
+    }
+    try:
+        return call(*args)
+    except OSError as error:
+        if error.errno in lacks:
+            raise RoomError(f"a shared-memory segment could not be made: {lacks[error.errno]}") from error
+        raise

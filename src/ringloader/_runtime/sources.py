@@ -1,0 +1,139 @@
+"""From the user's dataset to what a worker builds.
+
+Owns the choice between a spec, a pickle in one shared segment, and the object itself (inline), and the settings a worker is told.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ringloader import factory
+from ringloader._runtime import main_module
+from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, run_init
+from ringloader._runtime.collate import Collator
+from ringloader._runtime.options import Options
+from ringloader._runtime.pool import WorkerSettings
+from ringloader._runtime.segment import RoomError, Segment
+from ringloader._runtime.seeding import draw_key
+from ringloader.collation import is_default
+from ringloader.errors import ConfigError
+from ringloader.factory import FactorySpec, find_process_spec
+
+_BUILD_EPOCH = -1
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuse what is no map-style dataset. Raises ConfigError."""
+    if isinstance(dataset, FactorySpec):
+        return
+    if isinstance(dataset, (str, bytes)) or isinstance(dataset, type):
+        raise ConfigError(
+            f"dataset is {dataset!r:.80}; give a FactorySpec({dataset!r:.80}) or an object with __len__ and __getitem__",
+            option="dataset",
+            value=dataset,
+        )
+    if not hasattr(dataset, "__getitem__") or _is_torch_iterable(dataset):
+        kind = type(dataset).__qualname__
+        what = "is iterable only" if hasattr(dataset, "__iter__") else "has no __getitem__"
+        raise ConfigError(
+            f"dataset of type {kind} {what}; this version reads map-style datasets (__len__ and __getitem__)",
+            option="dataset",
+            value=kind,
+        )
+
+
+def _is_torch_iterable(dataset: Any) -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(dataset, data.IterableDataset)
+
+
+def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) -> tuple[WorkerSettings, int]:
+    """Return what process workers are told, and the dataset's length where the parent knows it (else -1). Raises ConfigError."""
+    spec = find_process_spec(dataset)
+    collate, init_fn = _callables(options)
+    needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn) if wire)
+    settings: dict[str, object] = {
+        "sys_path": [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)],
+        "cwd": os.getcwd(),
+        "spec": b"",
+        "payload_sizes": [],
+        "collate": collate,
+        "init_fn": init_fn,
+        "output": options.output,
+        "convert": options.batch_size is None and options.batch_sampler is None,
+        "seed": options.seed,
+        "seed_per": options.seed_per,
+        "num_workers": options.num_workers,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    length, payload_fd = -1, -1
+    if spec is not None:
+        settings["spec"] = spec.to_wire()
+        needs_main = needs_main or spec.needs_main
+    else:
+        payload_fd, sizes, pickled_main = _pickle(dataset)
+        settings["payload_sizes"] = sizes
+        needs_main = needs_main or pickled_main
+        length = len(dataset) if hasattr(dataset, "__len__") else -1
+    main = main_module.describe_main() if needs_main else None
+    settings["main"] = main.to_dict() if main is not None else {}
+    hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)
+    return WorkerSettings(settings, hash_seed, payload_fd), length
+
+
+def _callables(options: Options) -> tuple[bytes, bytes]:
+    collate_fn, init_fn = options.collate_fn, options.worker_init_fn
+    collate = b"" if collate_fn is None or is_default(collate_fn) else factory.callable_to_wire(collate_fn, "collate_fn")
+    return collate, b"" if init_fn is None else factory.callable_to_wire(init_fn, "worker_init_fn")
+
+
+def _pickle(dataset: Any) -> tuple[int, list[int], bool]:
+    """Pickle once, into one unnamed segment that all workers map; returns its descriptor and the sizes of its parts."""
+    pickled = factory.pickle_dataset(dataset)
+    parts = [memoryview(pickled.pickle), *pickled.buffers]
+    padded = [-(-part.nbytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT for part in parts]
+    try:
+        segment = Segment.create(max(1, sum(padded)))
+    except RoomError as error:
+        raise ConfigError(
+            f"dataset of {pickled.nbytes:,} bytes does not fit into shared memory: {error}; give a FactorySpec, so that each "
+            "worker builds its own, or memory-map its files",
+            option="dataset",
+            value=pickled.nbytes,
+        ) from error
+    view, start = memoryview(segment.mapping), 0
+    for part, size in zip(parts, padded, strict=True):
+        view[start : start + part.nbytes] = part.cast("B")
+        start += size
+    view.release()
+    fd = os.dup(segment.fd)
+    segment.close()
+    return fd, [part.nbytes for part in parts], pickled.needs_main
+
+
+def inline_build(dataset: Any, options: Options) -> Callable[[], tuple[Any, Collator]]:
+    """Return the function that gives the dataset and the collator on the caller's own thread."""
+    convert = options.batch_size is None and options.batch_sampler is None
+    collate_fn, init_fn, output = options.collate_fn, options.worker_init_fn, options.output
+
+    def build() -> tuple[Any, Collator]:
+        built = dataset.build() if isinstance(dataset, FactorySpec) else dataset
+        if isinstance(collate_fn, (str, FactorySpec)):
+            collator = build_collator(
+                {"collate": factory.callable_to_wire(collate_fn, "collate_fn"), "output": output, "convert": convert}
+            )
+        else:
+            own = None if collate_fn is None or is_default(collate_fn) else collate_fn
+            collator = Collator(output=output, collate_fn=own, convert=convert)
+        if isinstance(init_fn, (str, FactorySpec)):
+            run_init({"init_fn": factory.callable_to_wire(init_fn, "worker_init_fn")}, 0)
+        elif init_fn is not None:
+            init_fn(0)
+        return built, collator
+
+    return build
+

@@ -1,0 +1,89 @@
+"""The status page: how the training process knows what a worker is doing without asking it.
+
+One memfd per worker, mapped by both sides. Byte map, one writer each:
+
+    0     worker  int64 serial of the Fill in progress, -1 for none
+    8     worker  int64 place of the sample in progress within the batch, -1 before the first
+    16    worker  int64 monotonic time in ns at which this Fill began
+    24    worker  int64 stage, an index into STAGES
+    32    worker  int64 batches made by this incarnation
+    64    parent  int64 serial of a Fill to stop between two samples
+    4096  worker  text: Python stacks written by faulthandler on a fatal signal or on request, zero filled
+
+Words are aligned and written whole. A reader may see the words of two moments; what it decides from them it can take back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from ringloader._core.events import WorkerView
+
+STAGES = ("starting the interpreter", "importing", "building the dataset", "running init", "idle", "fetching", "collating", "sending")
+STARTING, IMPORTING, BUILDING, INIT, IDLE, FETCHING, COLLATING, SENDING = range(len(STAGES))
+_SERIAL, _SAMPLE, _BEGAN, _STAGE, _MADE, _CANCEL = 0, 1, 2, 3, 4, 8
+TRACE_OFFSET = 4096
+_TRACE_NBYTES = 28 << 10
+PAGE_NBYTES = TRACE_OFFSET + _TRACE_NBYTES
+
+
+class StatusPage:
+    """A mapped status page."""
+
+    def __init__(self, fd: int) -> None:
+        self._mapping = mmap.mmap(fd, PAGE_NBYTES)
+        self.words = memoryview(self._mapping)[:TRACE_OFFSET].cast("q")
+
+    @staticmethod
+    def create() -> int:
+        """Return the descriptor of a new page."""
+        fd = os.memfd_create("ringloader-status", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, PAGE_NBYTES)
+            os.pwrite(fd, (-1).to_bytes(8, "little", signed=True) * 2, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def begin(self, serial: int, began_ns: int) -> None:
+        words = self.words
+        words[_SAMPLE], words[_BEGAN], words[_SERIAL] = -1, began_ns, serial
+
+    def end(self, *, made: bool) -> None:
+        words = self.words
+        words[_SERIAL], words[_STAGE] = -1, IDLE
+        words[_MADE] += made
+
+    def stage(self, stage: int) -> None:
+        self.words[_STAGE] = stage
+
+    def sample(self, place: int) -> None:
+        self.words[_SAMPLE] = place
+
+    @property
+    def cancelled(self) -> int:
+        return self.words[_CANCEL]
+
+    def cancel(self, serial: int) -> None:
+        """Ask, from the parent, for a Fill to be stopped between two samples."""
+        self.words[_CANCEL] = serial
+
+    def view(self) -> WorkerView:
+        words = self.words
+        stage = words[_STAGE]
+        return WorkerView(
+            words[_SERIAL], words[_SAMPLE], words[_BEGAN] / 1e9, STAGES[stage] if 0 <= stage < len(STAGES) else "unknown"
+        )
+
+    def trace(self) -> str:
+        """The stacks written so far."""
+        return self._mapping[TRACE_OFFSET:PAGE_NBYTES].rstrip(b"\0").decode(errors="replace").strip()
+
+    def clear_trace(self) -> None:
+        self._mapping[TRACE_OFFSET:PAGE_NBYTES] = bytes(_TRACE_NBYTES)
+
+    def close(self) -> None:
+        self.words.release()
+        self._mapping.close()

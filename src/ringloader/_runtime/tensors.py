@@ -1,0 +1,167 @@
+"""Everything that touches torch: tensors into a slot, and a slot as tensors.
+
+The only module that imports torch; it is imported where a tensor was met (so torch is there already), where a column needs
+torch's own judgement, or in a training process with `output="torch"`. Must not be imported at the top of another module.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from ringloader._core import dtypes
+from ringloader._core.layout import Layout, LeafType, Placement, leaf_type
+from ringloader._runtime.wrap import LeafPlan, plan_of, wrap_with
+
+_NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"}
+_DTYPES = {name: value for value, name in _NAMES.items()}
+_ON_HOST = "return CPU tensors; move them in the training loop"
+
+
+def wrap(layout: Layout, placement: Placement, inline: bytes, root: np.ndarray, copy_out: bool) -> tuple[Any, list[Any]]:
+    """Rebuild a batch over `root`, the slot as a 1-D uint8 array, with tensors as leaves.
+
+    Returns the batch and those of its leaves that lie in `root`. Each has a storage of its own size. With `copy_out`, small
+    leaves beside a far larger one get memory of their own.
+    """
+    plan = plan_of(layout, placement, "torch", _make_tensor)
+    return wrap_with(plan, layout, inline, root, copy_out)
+
+
+def _make_tensor(array: np.ndarray, leaf: LeafPlan) -> Any:
+    if leaf.kind == "array":
+        return array
+    if leaf.viewed_as is not None:
+        return torch.from_numpy(array).view(_DTYPES[leaf.viewed_as])
+    return torch.from_numpy(array)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without "torch."."""
+    return _NAMES[dtype]
+
+
+def dtype_names(values: Sequence[torch.Tensor]) -> list[str]:
+    """Return the distinct dtypes of tensors in order of appearance, by name."""
+    found = dict.fromkeys([value.dtype for value in values])
+    return [_NAMES[dtype] for dtype in found]
+
+
+def default_dtype_name() -> str:
+    """Return the dtype torch gives to a Python float in a list of integers."""
+    return _NAMES[torch.get_default_dtype()]
+
+
+@functools.cache
+def _promote(first: str, second: str) -> str | None:
+    try:
+        return _NAMES[torch.promote_types(_DTYPES[first], _DTYPES[second])]
+    except RuntimeError:
+        return None
+
+
+def promote_all(names: Sequence[str]) -> str | None:
+    """Return torch's common dtype of `names`, or None where it has none."""
+    result: str | None = names[0]
+    for name in names[1:]:
+        result = None if result is None else _promote(result, name)
+    return result
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Return whether a tensor is what nearly all are: dense, on the CPU, without gradient, of a type that slots hold."""
+    return (
+        type(value) is torch.Tensor
+        and value.is_cpu
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and not value.is_quantized
+        and not value.is_nested
+        and dtypes.is_known(_NAMES[value.dtype])
+    )
+
+
+def refusal(value: torch.Tensor) -> tuple[str, str] | None:
+    """Return what a tensor is and what to do instead, if it cannot be carried; None if it can."""
+    kind = type(value)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return f"a tensor of the subclass {kind.__module__}.{kind.__qualname__}", "return .as_subclass(torch.Tensor), or rebuild it"
+    if value.is_nested:
+        return "a nested tensor", "return the parts as a list from a collate_fn, or pad them"
+    if value.layout is not torch.strided:
+        layout = str(value.layout).removeprefix("torch.").removeprefix("_")
+        return f"a sparse or opaque tensor of layout {layout}", "return .to_dense(), or its indices and values as tensors"
+    if value.device.type != "cpu":
+        return f"a tensor on device {value.device}", _ON_HOST
+    if value.is_quantized or not dtypes.is_known(_NAMES[value.dtype]):
+        return f"a tensor of dtype {_NAMES[value.dtype]}", "return .dequantize(), or .int_repr() and the scale, or another dtype"
+    return None
+
+
+def view(slot: np.ndarray, offset: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor over part of a slot."""
+    tensor = torch.from_numpy(np.ndarray(shape, dtypes.storage_of(dtype), slot, offset))
+    return tensor.view(_DTYPES[dtype]) if dtypes.is_torch_only(dtype) else tensor
+
+
+class TensorRows:
+    """Tensors of one shape, stacked along a new first dimension."""
+
+    __slots__ = ("_rows", "leaf", "shape")
+
+    def __init__(self, rows: Sequence[torch.Tensor], dtype: str) -> None:
+        self._rows = list(rows)
+        self.shape = (len(rows), *rows[0].shape)
+        self.leaf: LeafType = leaf_type("tensor", dtype, len(self.shape))
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        """Write all rows. Raises RuntimeError where torch finds that they do not agree."""
+        # torch compares shapes, layouts and devices itself; dtypes, which it would cast, were compared before.
+        torch.stack(self._rows, out=view(slot, offset, self.leaf.dtype, self.shape))
+
+    def check(self) -> None:
+        """Raise what `write` would."""
+        first = self._rows[0].shape
+        if not all(row.shape == first and is_plain(row) for row in self._rows):
+            raise RuntimeError("rows do not agree")
+
+
+class WholeTensor:
+    """One tensor with all rows of the leaf; only what the view shows is written."""
+
+    __slots__ = ("_tensor", "leaf", "shape")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.leaf: LeafType = leaf_type("tensor", _NAMES[tensor.dtype], tensor.dim())
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        """Write the logical contents, conjugate and negative bits resolved."""
+        view(slot, offset, self.leaf.dtype, self.shape).copy_(self._tensor)
+
+    def check(self) -> None:
+        """A tensor agrees with itself."""
+
+
+def has_collate_rule(kind: type) -> bool:
+    """Return whether the user gave torch a collate rule for a type."""
+    return any(issubclass(kind, known) for known in default_collate_fn_map)
+
+
+def collate_irregular(values: list[Any]) -> Any:
+    """Collate one column by torch's own `default_collate`. Raises what torch raises."""
+    rows = [np.array(value) if isinstance(value, np.ndarray) else value for value in values]
+    for value in rows:
+        reason = refusal(value) if isinstance(value, torch.Tensor) else None
+        if reason is not None:
+            raise TypeError(f"{reason[0]}: {reason[1]}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.utils.data.default_collate(rows)

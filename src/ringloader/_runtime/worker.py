@@ -1,0 +1,191 @@
+"""The main program of a worker process.
+
+Owns its life: take the handshake, build the dataset, answer Fills one after the other, leave when told, when the pipe ends or
+with its parent. First acts: die with the thread that started it, unblock signals. It answers before it looks for more, and reads
+everything that waits before it begins a Fill, so a Cancel overtakes. stdout and stderr are the user's. Must import light: no torch
+unless the user's code does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from ringloader._core import messages as msg
+from ringloader._core.digests import attribute_digests
+from ringloader._runtime import segment, status
+from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
+from ringloader._runtime.pipe import BlockingPipe, Closed
+from ringloader._runtime.process import DUMP_SIGNAL
+from ringloader._runtime.seeding import LateImports, Seeder
+from ringloader._runtime.status import StatusPage
+from ringloader._runtime.worker_info import WorkerInfo, set_worker_info
+from ringloader.errors import ProtocolError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int) -> None:
+    """Run a worker on the socket `fd` until it is not needed any more."""
+    _tie_to_parent()
+    pipe = BlockingPipe(socket.socket(fileno=fd))
+    try:
+        _Worker(pipe).run()
+    except Closed:
+        pass  # the parent is gone or has let go of us: nobody is left to tell
+
+
+def _tie_to_parent() -> None:
+    """Die with the parent, however it dies, and take signals as a fresh process does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class _Worker:
+    """One incarnation."""
+
+    def __init__(self, pipe: BlockingPipe) -> None:
+        self._pipe = pipe
+        self._inbox: deque[tuple[msg.Message, list[int]]] = deque()
+        self._segments: dict[int, mmap.mmap] = {}
+        self._populated: dict[tuple[int, int], int] = {}
+        self._trace_file: Any = None
+
+    def run(self) -> None:
+        setup, fds = self._next()
+        if not isinstance(setup, msg.Setup) or setup.version != msg.PROTOCOL_VERSION:
+            raise ProtocolError(f"the first message must be a Setup of version {msg.PROTOCOL_VERSION}, got {setup!r:.100}")
+        if os.getppid() != setup.parent_pid:
+            raise Closed  # it died before we were tied to it
+        self._page = StatusPage(fds[0])
+        self._catch_faults(fds[0])
+        built = self._build(setup, fds[1:])
+        if built is None:
+            return
+        self._filler, facts = built
+        self._page.stage(status.IDLE)
+        self._pipe.send(msg.Ready(msg.PROTOCOL_VERSION, facts))
+        self._serve()
+
+    def _catch_faults(self, page_fd: int) -> None:
+        """Have Python stacks written behind the status page: on a fatal signal, and when the parent asks before a kill."""
+        self._trace_file = os.fdopen(page_fd, "r+b", buffering=0)
+        self._trace_file.seek(status.TRACE_OFFSET)
+        faulthandler.enable(self._trace_file, all_threads=True)
+        faulthandler.register(DUMP_SIGNAL, self._trace_file, all_threads=True)
+
+    def _build(self, setup: msg.Setup, payload: list[int]) -> tuple[Filler, dict[str, object]] | None:
+        try:
+            return _build(setup, payload, self._page)
+        except BaseException as error:
+            if isinstance(error, SystemExit):
+                raise
+            stage = self._page.view().stage
+            text = format_traceback(error)
+            self._pipe.send(msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), text))
+            return None
+
+    def _serve(self) -> None:
+        while True:
+            message, fds = self._next()
+            if isinstance(message, msg.Fill):
+                self._fill(message, fds)
+            elif isinstance(message, msg.DropSegment):
+                self._drop(message.segment_id)
+            elif isinstance(message, msg.Cancel):
+                self._filler.cancel(message.session_id, message.batch_id)
+            elif isinstance(message, msg.Stop):
+                return
+            else:
+                raise ProtocolError(f"a worker got a {type(message).__name__} message")
+
+    def _next(self) -> tuple[msg.Message, list[int]]:
+        """The next message; everything that waits is read first, and a Cancel takes its Fill out of the queue."""
+        found = self._pipe.receive(wait=not self._inbox)
+        for message, fds in found:
+            if isinstance(message, msg.Cancel) and self._cancel_queued(message):
+                continue
+            self._inbox.append((message, fds))
+        return self._inbox.popleft() if self._inbox else self._next()
+
+    def _cancel_queued(self, cancel: msg.Cancel) -> bool:
+        for entry in self._inbox:
+            fill, fds = entry
+            if isinstance(fill, msg.Fill) and fill.serial == cancel.serial:
+                self._map(fill, fds)  # its descriptors are ours to keep: later Fills count on them
+                self._inbox.remove(entry)
+                self._filler.cancel(cancel.session_id, cancel.batch_id)
+                self._pipe.send(msg.Cancelled(fill.serial, fill.generation))
+                return True
+        return False
+
+    def _fill(self, fill: msg.Fill, fds: list[int]) -> None:
+        self._map(fill, fds)
+        answer = self._filler.fill(fill, self._slot(fill))
+        try:
+            self._pipe.send(answer)
+        except ProtocolError as error:
+            # Too large to travel: the strings of a batch, most likely.
+            self._pipe.send(msg.Failed(fill.serial, fill.generation, "layout", -1, "ProtocolError", str(error), "", {}))
+        self._filler.done(made=isinstance(answer, msg.Filled))
+
+    def _map(self, fill: msg.Fill, fds: list[int]) -> None:
+        for (segment_id, nbytes), fd in zip(fill.attach, fds, strict=True):
+            self._segments[segment_id] = segment.map_shared(fd, nbytes)
+            os.close(fd)
+
+    def _slot(self, fill: msg.Fill) -> np.ndarray[Any, Any] | None:
+        if fill.slot_id == msg.NO_SLOT or not fill.capacity:
+            return None
+        mapping = self._segments[fill.segment_id]
+        place = (fill.segment_id, fill.offset)
+        if place not in self._populated:
+            self._populated[place] = fill.capacity
+            segment.populate(mapping, fill.offset, fill.capacity)
+        return np.frombuffer(mapping, np.uint8, fill.capacity, fill.offset)
+
+    def _drop(self, segment_id: int) -> None:
+        self._segments.pop(segment_id, None)
+        for place in [place for place in self._populated if place[0] == segment_id]:
+            del self._populated[place]
+
+
+def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Filler, dict[str, object]]:
+    from ringloader._runtime.building import build_collator, build_dataset, prepare, run_init
+
+    settings: dict[str, Any] = setup.settings
+    seeder = Seeder(settings["seed"])
+    page.stage(status.IMPORTING)
+    prepare(settings)
+    sys.meta_path.insert(0, LateImports(seeder))
+    info = WorkerInfo(
+        setup.worker_id, settings["num_workers"], settings["seed"], settings["rank"], settings["world_size"]
+    )
+    set_worker_info(info)
+    seeder.for_build()
+    page.stage(status.BUILDING)
+    dataset = info.dataset = build_dataset(settings, payload)
+    collator = build_collator(settings)
+    page.stage(status.INIT)
+    run_init(settings, setup.worker_id)
+    length = len(dataset) if hasattr(dataset, "__len__") else -1
+    fingerprint = getattr(dataset, "fingerprint", None)
+    facts = {
+        "pid": os.getpid(),
+        "length": length,
+        "fingerprint": str(fingerprint()) if callable(fingerprint) else "",
+        "digests": attribute_digests(dataset),
+    }
+    filler = Filler(dataset, collator, seeder, info, page, seed_per=settings["seed_per"])
+    return filler, facts

@@ -1,0 +1,178 @@
+"""A slot as a batch: arrays over its memory, and the tree around them.
+
+Owns the plan that is derived once per layout and shapes, and the rule for small leaves. Every leaf is an array of its own over
+the root, so that any view of it keeps the root, and with it the slot. Must not import torch: `tensors` passes its own maker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringloader._core import dtypes, values
+from ringloader._core.layout import Kind, Layout, Node, Placement
+from ringloader._runtime.containers import load_prototype
+from ringloader._runtime.references import resolve
+
+# Kept labels must not keep images: a leaf this small beside one this many times larger gets memory of its own.
+SMALL_NBYTES = 16 * 1024
+FAR_LARGER = 64
+
+Build = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """How one leaf is made; `viewed_as` names a dtype that numpy lacks."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    viewed_as: str | None
+    offset: int
+    is_empty: bool
+    is_small: bool
+
+
+Make = Callable[[np.ndarray, LeafPlan], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """How to wrap a batch of one layout and one set of shapes."""
+
+    leaves: tuple[LeafPlan, ...]
+    make: Make
+    build: Build
+    all_stay: bool
+    any_small: bool
+
+
+def wrap_numpy(layout: Layout, placement: Placement, inline: bytes, root: np.ndarray, copy_out: bool) -> tuple[Any, list[Any]]:
+    """Rebuild a batch over `root`, the slot as a 1-D uint8 array, with numpy arrays as leaves.
+
+    Returns the batch and those of its leaves that lie in `root`. Raises TypeError for a dtype that numpy lacks.
+    """
+    plan = plan_of(layout, placement, "numpy", _make_array)
+    return wrap_with(plan, layout, inline, root, copy_out)
+
+
+def _make_array(array: np.ndarray, leaf: LeafPlan) -> Any:
+    if leaf.viewed_as is not None:
+        raise TypeError(f"numpy has no {leaf.viewed_as}")
+    return array
+
+
+def plan_of(layout: Layout, placement: Placement, output: str, make: Make) -> Plan:
+    """Return the plan for this output, derived once per placement."""
+    plan: Plan | None = placement.plans.get(output)
+    if plan is None:
+        plan = placement.plans[output] = _derive(layout, placement, make)
+    return plan
+
+
+def _derive(layout: Layout, placement: Placement, make: Make) -> Plan:
+    build = layout.plans.get("build")
+    if build is None:
+        build = layout.plans["build"] = _builder(layout.tree)
+    largest = max(placement.sizes, default=0)
+    leaves = tuple(
+        LeafPlan(
+            leaf.kind,
+            shape,
+            dtypes.storage_of(leaf.dtype),
+            leaf.dtype if dtypes.is_torch_only(leaf.dtype) else None,
+            offset,
+            size == 0,
+            size < SMALL_NBYTES and largest >= FAR_LARGER * size,
+        )
+        for leaf, shape, offset, size in zip(layout.leaves, placement.shapes, placement.offsets, placement.sizes, strict=True)
+    )
+    any_empty, any_small = any(leaf.is_empty for leaf in leaves), any(leaf.is_small for leaf in leaves)
+    return Plan(leaves, make, build, not any_empty, any_small)
+
+
+def wrap_with(plan: Plan, layout: Layout, inline: bytes, root: np.ndarray, copy_out: bool) -> tuple[Any, list[Any]]:
+    """Make the leaves and the tree around them."""
+    decoded = values.decode(inline) if inline else ()
+    make, ndarray = plan.make, np.ndarray
+    if plan.all_stay and not (copy_out and plan.any_small):
+        kept = [make(ndarray(leaf.shape, leaf.dtype, root, leaf.offset), leaf) for leaf in plan.leaves]
+        return plan.build(kept, decoded), kept
+    leaves, kept = [], []
+    for leaf in plan.leaves:
+        if leaf.is_empty:
+            leaves.append(make(np.empty(leaf.shape, leaf.dtype), leaf))
+        elif copy_out and leaf.is_small:
+            leaves.append(make(ndarray(leaf.shape, leaf.dtype, root, leaf.offset).copy(), leaf))
+        else:
+            leaves.append(make(ndarray(leaf.shape, leaf.dtype, root, leaf.offset), leaf))
+            kept.append(leaves[-1])
+    return plan.build(leaves, decoded), kept
+
+
+def _builder(node: Node) -> Build:
+    """Return a function that makes the value of a node from all leaves and all inline values."""
+    index = node.index
+    if node.kind is Kind.LEAF:
+        return lambda leaves, inline: leaves[index]
+    if node.kind is Kind.VALUE:
+        return lambda leaves, inline: inline[index]
+    parts = _parts_builder(node)
+    assemble = _assembler(node)
+    if node.kind in (Kind.MAPPING_LIKE, Kind.SEQUENCE_LIKE):
+        return lambda leaves, inline: assemble(load_prototype(inline[index]), parts(leaves, inline))
+    return lambda leaves, inline: assemble(None, parts(leaves, inline))
+
+
+def _parts_builder(node: Node) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    if node.children and all(child.kind is Kind.LEAF for child in node.children):
+        # Leaves are numbered in tree order, so those of one node are neighbours.
+        first, end = node.children[0].index, node.children[-1].index + 1
+        return lambda leaves, inline: list(leaves[first:end])
+    builders = [_builder(child) for child in node.children]
+    return lambda leaves, inline: [build(leaves, inline) for build in builders]
+
+
+def _assembler(node: Node) -> Callable[[Any, list[Any]], Any]:
+    keys = node.keys
+    kind = resolve(node.type_name) if node.type_name else None
+    simple: dict[Kind, Callable[[Any, list[Any]], Any]] = {
+        Kind.DICT: lambda _, parts: dict(zip(keys, parts, strict=True)),
+        Kind.LIST: lambda _, parts: parts,
+        Kind.TUPLE: lambda _, parts: tuple(parts),
+        Kind.MAPPING_FROM: lambda _, parts: kind(dict(zip(keys, parts, strict=True))),  # type: ignore[misc]
+        Kind.SEQUENCE_FROM: lambda _, parts: kind(parts),  # type: ignore[misc]
+        Kind.NAMED: lambda _, parts: getattr(kind, "_make", kind)(parts),  # type: ignore[misc]
+        Kind.MAPPING: lambda _, parts: _updated(kind.__new__(kind), dict(zip(keys, parts, strict=True))),  # type: ignore[union-attr]
+        Kind.MAPPING_LIKE: lambda prototype, parts: _updated(prototype, dict(zip(keys, parts, strict=True))),
+        Kind.SEQUENCE: lambda _, parts: _extended(kind.__new__(kind), parts),  # type: ignore[union-attr]
+        Kind.SEQUENCE_LIKE: _filled,
+        Kind.FIELDS: lambda _, parts: _with_fields(kind.__new__(kind), keys, parts),  # type: ignore[union-attr]
+    }
+    return simple[node.kind]
+
+
+def _updated(mapping: Any, items: Any) -> Any:
+    mapping.update(items)
+    return mapping
+
+
+def _extended(sequence: Any, parts: list[Any]) -> Any:
+    sequence.extend(parts)
+    return sequence
+
+
+def _filled(sequence: Any, parts: list[Any]) -> Any:
+    for position, part in enumerate(parts):
+        sequence[position] = part
+    return sequence
+
+
+def _with_fields(instance: Any, names: tuple[str, ...], parts: list[Any]) -> Any:
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(instance, name, part)
+    return instance

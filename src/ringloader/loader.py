@@ -1,0 +1,423 @@
+"""`Loader`: the iterator and context manager that users see.
+
+Owns the options and the epoch counter; everything else is the engine's. An engine does not know its loader, so that dropping the
+last reference to a loader ends its workers. Samplers run here, on the thread inside `iter` and `next`: the k-th `next` has pulled
+the sampler up to k + prefetch_factor x num_workers batches, a function of k alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ringloader._core.batching import EpochPlan
+from ringloader._core.events import Keys
+from ringloader._core.layout import Layout, Placement
+from ringloader._core.policy import FaultPolicy
+from ringloader._core.session import Session
+from ringloader._runtime import main_module, options, sources
+from ringloader._runtime.engine import _ENGINES, Engine
+from ringloader._runtime.inline import InlinePool
+from ringloader._runtime.keys import KeySource, PlannedKeys, SampledKeys, num_sampled
+from ringloader._runtime.pool import ProcessPool
+from ringloader._runtime.worker_info import WorkerInfo
+from ringloader.errors import ClosedError, ConfigError, LoaderError
+from ringloader.factory import FactorySpec
+from ringloader.samplers import resolve_rank
+
+__all__ = ["Loader", "LoaderStats", "release"]
+
+logger = logging.getLogger("ringloader")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoaderStats:
+    """Counts since the loader was made. Durations in seconds, sizes in bytes.
+
+    wait_s: time `next` spent, all told. copied_nbytes: bytes that were copied to make batches; equal to the batches' own bytes
+    unless a custom `collate_fn` made them first. num_refilled: batches made again after a death or for want of room. num_stale:
+    late answers that were dropped.
+    """
+
+    num_batches: int
+    num_samples: int
+    wait_s: float
+    copied_nbytes: int
+    num_restarts: int
+    num_refilled: int
+    num_stale: int
+    num_recoveries: int
+    num_slots: int
+    num_segments: int
+    ring_nbytes: int
+    worker_pids: tuple[int, ...]
+
+
+class Loader:
+    """Iterates over a dataset in batches that lie in shared memory.
+
+    `dataset` is a `FactorySpec`, an object with a `process_spec`, or a map-style dataset. The options are those of
+    `torch.utils.data.DataLoader` where they have its names; README.md has the table. Batches are what torch's `default_collate`
+    gives; each leaf larger than 16 KiB, and each small one without a far larger neighbour, is a view of a slot that workers leave
+    alone until the last view of it is gone.
+
+    Raises ConfigError for options that cannot work, before anything starts; FactoryError, at the first `iter`, `len` or `start`,
+    when the dataset cannot be built.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = options.DEFAULT_BATCH_SIZE,
+        shuffle: bool | None = False,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int | None = 0,
+        worker_backend: str | None = "auto",
+        collate_fn: Callable[[list[Any]], Any] | str | FactorySpec | None = None,
+        drop_last: bool | None = False,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool | None = True,
+        pin_memory: bool | None = False,
+        timeout: float | None = None,
+        faults: FaultPolicy | None = None,
+        in_order: bool | None = True,
+        seed: int | None = 0,
+        seed_per: str | None = "batch",
+        rank: int | None = None,
+        world_size: int | None = None,
+        worker_init_fn: Callable[[int], object] | str | FactorySpec | None = None,
+        output: str | None = "torch",
+        max_ring_bytes: int | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "dataset", "__class__")}
+        _refuse_unguarded_main()
+        self._options = options.check(given)
+        sources.check_dataset(dataset)
+        self.dataset = dataset
+        self._rank, self._world_size = resolve_rank(self._options.rank, self._options.world_size)
+        self._wrap = _wrapper(self._options.output)
+        self._make_backend: Callable[[int], Any]
+        self._length = -1
+        self._prepare()
+        if self._options.pin_memory:
+            _warn_unpinned()
+        self._epoch = 0
+        self._engine: Engine | None = None
+        self._is_closed = False
+        self._wait_s = 0.0
+        self._num_batches = 0
+        self._skipped: list[object] = []
+        self._say_sharding()
+
+    # --- what torch's loader has too ------------------------------------------------------------------------------------
+
+    def __iter__(self) -> LoaderIterator:
+        """Start an epoch; several may run at once."""
+        self._check_open()
+        engine = self._running()
+        source = self._key_source(engine)
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        session = engine.open_session(epoch, in_order=self._options.in_order)
+        return LoaderIterator(self, engine, session, source)
+
+    def __len__(self) -> int:
+        """Batches per epoch on this rank. Raises TypeError when a sampler has no length."""
+        opts = self._options
+        if opts.batch_sampler is not None:
+            return num_sampled(opts.batch_sampler, None, batched=True, drop_last=False)
+        if opts.sampler is not None:
+            return num_sampled(opts.sampler, opts.batch_size, batched=False, drop_last=opts.drop_last)
+        return len(self._plan(self.dataset_size, 0))
+
+    def __enter__(self) -> Loader:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples of the dataset; with a spec the workers report it, and are started for that. Raises FactoryError."""
+        if self._length < 0:
+            self._check_open()
+            self._length = self._running().dataset_facts()["length"]
+        if self._length < 0:
+            raise ConfigError("the dataset has no __len__; give a sampler or a batch_sampler", option="sampler", value=None)
+        return self._length
+
+    def start(self) -> None:
+        """Start the workers now and wait for the first; without it the first `iter` does. Raises FactoryError."""
+        self._check_open()
+        self._running().dataset_facts()
+
+    def close(self) -> None:
+        """End the workers. Batches that are still held stay valid. Harmless a second time."""
+        self._is_closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Number the next epoch; without it each `iter` counts on from the last."""
+        if type(epoch) is not int or epoch < 0:
+            raise ConfigError(f"epoch is {epoch!r}; give an int of at least 0", option="epoch", value=epoch)
+        self._epoch = epoch
+        for sampler in (self._options.sampler, self._options.batch_sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def stats(self) -> LoaderStats:
+        """What has happened so far."""
+        engine = self._engine
+        scheduler = engine.scheduler if engine is not None else None
+        return LoaderStats(
+            num_batches=self._num_batches,
+            num_samples=engine.num_samples if engine is not None else 0,
+            wait_s=self._wait_s,
+            copied_nbytes=engine.copied_nbytes if engine is not None else 0,
+            num_restarts=sum(worker.num_restarts for worker in scheduler.workers.all) if scheduler is not None else 0,
+            num_refilled=scheduler.num_refilled if scheduler is not None else 0,
+            num_stale=scheduler.num_stale if scheduler is not None else 0,
+            num_recoveries=engine.num_recoveries if engine is not None else 0,
+            num_slots=len(scheduler.slots.by_id) if scheduler is not None else 0,
+            num_segments=len(engine.ring.segments) if engine is not None else 0,
+            ring_nbytes=engine.ring.nbytes if engine is not None else 0,
+            worker_pids=tuple(engine.pids()) if engine is not None and not self._is_closed else (),
+        )
+
+    @property
+    def skipped(self) -> list[object]:
+        """Keys of samples that were skipped or replaced as bad, in the order they were met."""
+        return list(self._skipped)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next epoch."""
+        return self._epoch
+
+    def __getattr__(self, name: str) -> Any:
+        # Options are attributes, as torch's are: batch_size, num_workers, sampler, ...
+        checked = self.__dict__.get("_options")
+        if checked is not None and name in options.Options.__dataclass_fields__:
+            return getattr(checked, name)
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    # --- inside ---------------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Settle what a worker is told; whatever a worker could not rebuild is refused here."""
+        opts, dataset = self._options, self.dataset
+        if opts.num_workers == 0:
+            info = WorkerInfo(0, 0, opts.seed, self._rank, self._world_size)
+            build = sources.inline_build(dataset, opts)
+            self._length = len(dataset) if not isinstance(dataset, FactorySpec) and hasattr(dataset, "__len__") else -1
+            self._make_backend = lambda wake_fd: InlinePool(build, info, opts.seed_per)
+            return
+        if opts.worker_backend == "thread":
+            raise ConfigError(
+                "worker_backend='thread' is not part of this version; use 'process' or num_workers=0",
+                option="worker_backend",
+                value="thread",
+            )
+        settings, self._length = sources.worker_settings(dataset, opts, self._rank, self._world_size)
+        if settings.payload_fd >= 0:
+            weakref.finalize(self, os.close, settings.payload_fd).atexit = False
+        self._make_backend = lambda wake_fd: ProcessPool(settings, wake_fd)
+
+    def _running(self) -> Engine:
+        """The engine, started."""
+        if self._engine is None:
+            engine = Engine(self._options.policy, self._make_backend, self._options.max_ring_bytes, self._wrap)
+            weakref.finalize(self, engine.post_close).atexit = False
+            self._engine = engine
+        self._engine.start()
+        return self._engine
+
+    def _ended(self, engine: Engine) -> None:
+        """An epoch is over: workers that are not to be kept go."""
+        if not self._options.persistent_workers and self._engine is engine and not engine.scheduler.sessions:
+            engine.close()
+            self._engine = None
+
+    def _key_source(self, engine: Engine) -> KeySource:
+        opts = self._options
+        if opts.batch_sampler is None and opts.sampler is None:
+            return PlannedKeys(self._plan(self.dataset_size, self._epoch))
+        engine.dataset_facts()
+        return SampledKeys(
+            opts.batch_sampler if opts.batch_sampler is not None else opts.sampler,
+            batch_size=opts.batch_size,
+            batched=opts.batch_sampler is not None,
+            drop_last=opts.drop_last,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+
+    def _plan(self, size: int, epoch: int) -> EpochPlan:
+        opts = self._options
+        return EpochPlan(
+            size,
+            opts.batch_size or 1,
+            drop_last=opts.drop_last,
+            shuffle=opts.shuffle,
+            seed=opts.seed,
+            epoch=epoch,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+
+    def _say_sharding(self) -> None:
+        opts = self._options
+        if self._world_size > 1 and opts.sampler is None and opts.batch_sampler is None:
+            logger.warning(
+                "rank %d of %d reads its share of each epoch; world_size=1 has every rank read all of it",
+                self._rank,
+                self._world_size,
+            )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the loader was closed; make a new one")
+
+
+class LoaderIterator(Iterator[Any]):
+    """One epoch of a loader."""
+
+    def __init__(self, loader: Loader, engine: Engine, session: Session, source: KeySource) -> None:
+        self._loader = loader
+        self._engine = engine
+        self._session = session
+        self._source = source
+        self._num_ahead = max(1, loader._options.num_workers) * loader._options.prefetch_factor
+        if engine.backend.is_inline:
+            self._num_ahead = 0  # nothing is made ahead on the caller's own time
+        self._num_asked = 0
+        self._num_pulled = 0
+        self._arrived = True
+        self._is_over = False
+        weakref.finalize(self, engine.post_close_session, session.session_id).atexit = False
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch. Raises SampleError, LayoutError or WorkerError in place of one that cannot be made; the
+        iterator can go on after them."""
+        began_s = time.perf_counter()
+        if self._is_over:
+            raise StopIteration
+        self._engine.settle(self._session, arrived=self._arrived)
+        self._arrived = False
+        try:
+            self._pull()
+            batch = self._engine.next_batch(self._session)
+            self._loader._num_batches += 1
+            self._loader._wait_s += time.perf_counter() - began_s
+            # The last two steps are one to a signal: an interrupt before them has the batch delivered again, none after.
+            self._arrived = True
+            return batch
+        except (StopIteration, LoaderError) as ended:
+            self._arrived = True
+            if isinstance(ended, StopIteration):
+                self._end()
+            raise
+        except BaseException:
+            self._arrived = False
+            raise
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def _pull(self) -> None:
+        """Pull the sampler up to what this call is due."""
+        session = self._session
+        target = session.num_delivered + 1 + self._num_ahead
+        while not session.ended and self._num_pulled < target:
+            keys = self._source.pull(self._num_pulled)
+            batches: list[tuple[int, Keys]] = [] if keys is None else [(self._num_pulled, keys)]
+            self._engine.submit(session, batches, ended=keys is None)
+            self._num_pulled += keys is not None
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._loader._skipped += [key for key in self._session.skipped if key not in self._loader._skipped]
+        self._engine.post_close_session(self._session.session_id)
+        self._loader._ended(self._engine)
+
+
+def release(batch: Any) -> None:
+    """Give the batch's slot back now, before its last view is gone; the batch must not be read any more.
+
+    Harmless on anything that is no batch of ours, and any number of times.
+    """
+    for leaf in _leaves(batch):
+        address = _address(leaf)
+        if address is not None and any(engine.release(leaf, address) for engine in list(_ENGINES)):
+            return
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (str, bytes)):
+        return
+    if isinstance(value, dict):
+        for child in value.values():
+            yield from _leaves(child)
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from _leaves(child)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name, None))
+    else:
+        yield value
+
+
+def _address(leaf: Any) -> int | None:
+    """Where a leaf's memory begins, for leaves of the kinds we hand out."""
+    if isinstance(leaf, np.ndarray):
+        return int(leaf.ctypes.data)
+    storage = getattr(leaf, "untyped_storage", None)
+    try:
+        return None if storage is None else int(storage().data_ptr())
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None  # a tensor without memory of its own is none of ours
+
+
+def _wrapper(output: str) -> Callable[[Layout, Placement, bytes, np.ndarray[Any, Any]], tuple[Any, list[Any]]]:
+    if output == "numpy":
+        from ringloader._runtime.wrap import wrap_numpy as wrap
+    else:
+        from ringloader._runtime.tensors import wrap
+    return lambda layout, placement, inline, root: wrap(layout, placement, inline, root, True)
+
+
+def _refuse_unguarded_main() -> None:
+    if main_module.loading_main:
+        raise ConfigError(
+            "a loader was made while a worker imported the main script: put the part of the script that runs under "
+            "`if __name__ == '__main__':`, or name the dataset by a module of its own",
+            option="dataset",
+            value="__main__",
+        )
+
+
+def _warn_unpinned() -> None:
+    global _warned_unpinned
+    if not _warned_unpinned:
+        _warned_unpinned = True
+        logger.warning("pin_memory=True: this version does not page-lock memory; batches are delivered unpinned")
+
+
+_warned_unpinned = False
