@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 install_venv() {
-    local stamp=.venv/.installed pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+    local stamp=.venv/.installed pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check)
     local wanted
     wanted=$(cat pyproject.toml scripts/constraints.txt | sha256sum)
     [[ -x .venv/bin/python ]] || python3 -m venv .venv

@@ -17,12 +17,9 @@ Wire form, packed by `encode`: a node is a list that starts with a one-letter ki
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib.util
 import inspect
 import reprlib
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +30,7 @@ from ringloader._runtime.main_module import MAIN_NAMES, unreachable_reason
 from ringloader._runtime.payload import MAX_PICKLE_NBYTES, PickledDataset
 from ringloader._runtime.references import reference_to, resolve
 from ringloader._runtime.refusals import describe, refuse
+from ringloader._runtime.targets import check_reference
 from ringloader.errors import ConfigError, FactoryError, ProtocolError
 
 __all__ = ["FactorySpec"]
@@ -112,14 +110,12 @@ class FactorySpec:
 def check_callable(value: str | Callable[..., Any], argument: str) -> str:
     """Return "module:qualname" for a callable that a worker can import. Raises ConfigError for any other value."""
     if isinstance(value, str):
-        _check_reference(value, argument)
+        check_reference(value, argument)
         return value
     if not callable(value):
         raise _not_callable(value, argument)
     reference = _reference(value)
-    if reference is None:
-        raise refuse(value, argument)
-    if not _reachable(reference):
+    if reference is None or not _reachable(reference):
         raise refuse(value, argument)
     return reference
 
@@ -195,84 +191,6 @@ def _not_callable(value: Any, argument: str) -> ConfigError:
     return ConfigError(f'{argument} is {describe(value)}, not a callable or "module:name"', argument=argument)
 
 
-# -- references as text
-
-
-def _check_reference(reference: str, argument: str) -> None:
-    module_name, colon, qualname = reference.partition(":")
-    parts = [*module_name.split("."), *qualname.split(".")]
-    if not colon or not all(part.isidentifier() for part in parts):
-        raise ConfigError(f'{argument} is {reference!r}, not of the form "module:name"', argument=argument, reference=reference)
-    if module_name in MAIN_NAMES and (reason := unreachable_reason(qualname)) is not None:
-        remedy = "move it to an importable .py file"
-        raise ConfigError(f"{argument} is {reference!r}; {reason}; {remedy}", argument=argument, reason=reason, remedy=remedy)
-    module = sys.modules.get(module_name)
-    if module is not None:
-        _check_attribute(module, qualname, argument, reference)
-    elif not _module_exists(module_name, argument):
-        raise ConfigError(
-            f"{argument} is {reference!r}, and there is no module {module_name!r} on sys.path; "
-            "start Python where it can be imported, install it, or correct the name",
-            argument=argument,
-            reference=reference,
-        )
-
-
-def _check_attribute(module: Any, qualname: str, argument: str, reference: str) -> None:
-    value = module
-    for part in qualname.split("."):
-        owner = value
-        try:
-            value = getattr(owner, part)
-        except AttributeError:
-            if getattr(getattr(module, "__spec__", None), "_initializing", False):
-                return  # asked by the module itself while it is imported: the name may come later
-            close = difflib.get_close_matches(part, dir(owner), n=3)
-            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-            raise ConfigError(
-                f"{argument} is {reference!r}, and {module.__name__!r} has no {qualname!r}{hint}",
-                argument=argument,
-                reference=reference,
-            ) from None
-    if not callable(value):
-        raise ConfigError(f"{argument} is {reference!r}, which is {describe(value)}, not a callable", argument=argument)
-
-
-def _module_exists(name: str, argument: str) -> bool:
-    """Find a module without importing anything; its parents only as the last resort, for packages with a path of their own."""
-    path: Any = None
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = _find_spec(".".join(parts[:depth]), path)
-        if spec is None:
-            break
-        if depth == len(parts):
-            return True
-        path = spec.submodule_search_locations
-        if path is None:
-            return False
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-    except Exception as error:  # the package's own code runs here
-        raise ConfigError(
-            f"{argument} names module {name!r}, whose package cannot be imported: {error!r}", argument=argument
-        ) from error
-
-
-def _find_spec(name: str, path: Any) -> Any:
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        try:
-            spec = find(name, path) if find is not None else None
-        except Exception:  # a finder may need the parent package imported; the caller's last resort then does so
-            return None
-        if spec is not None:
-            return spec
-    return None
-
-
 # -- values to nodes, each with "refers to __main__"
 
 
@@ -282,7 +200,7 @@ class _NoNodeError(Exception):
 
 def _callable_node(value: Any, argument: str) -> tuple[Node, bool]:
     if isinstance(value, str):
-        _check_reference(value, argument)
+        check_reference(value, argument)
         return ["r", value], value.partition(":")[0] in MAIN_NAMES
     if not callable(value) and find_process_spec(value) is None:
         raise _not_callable(value, argument)
@@ -292,7 +210,10 @@ def _callable_node(value: Any, argument: str) -> tuple[Node, bool]:
 def _argument_node(value: Any, argument: str) -> tuple[Node, bool]:
     writer = _NodeWriter(argument)
     try:
-        return writer.write(value, 0), writer.needs_main
+        node = writer.write(value, 0)
+        if writer.nbytes > MAX_PICKLE_NBYTES:
+            raise payload.too_large(value, argument, MAX_PICKLE_NBYTES)
+        return node, writer.needs_main
     except _NoNodeError:
         data, needs_main = payload.pickle_argument(value, argument, find_process_spec)
         return ["p", data], needs_main
@@ -303,11 +224,13 @@ class _NodeWriter:
 
     def __init__(self, argument: str) -> None:
         self.needs_main = False
+        self.nbytes = 0
         self._argument = argument
 
     def write(self, value: Any, depth: int) -> Node:
         plain = _try_encode(value)
         if plain is not None:
+            self.nbytes += len(plain)
             return ["v", plain]
         if depth > _MAX_DEPTH:
             raise _NoNodeError

@@ -42,7 +42,9 @@ def test_name_of_numpy_dtype_is_torchs_name(name: str) -> None:
     assert not dtypes.is_torch_only(name)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+)
 def test_storage_of_torch_only_dtype_has_its_size(name: str) -> None:
     """A type numpy lacks is carried by one of the same size."""
     assert dtypes.is_torch_only(name)

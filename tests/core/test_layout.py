@@ -13,7 +13,12 @@ from ringloader._core import dtypes, values
 from ringloader._core.layout import ALIGNMENT, MAX_PLACEMENTS, Kind, Layout, LeafType, Node, numbered
 
 KEYS = st.one_of(
-    st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.binary(max_size=3), st.tuples(st.text(max_size=2), st.integers())
+    st.text(max_size=3),
+    st.integers(),
+    st.booleans(),
+    st.none(),
+    st.binary(max_size=3),
+    st.tuples(st.text(max_size=2), st.integers()),
 )
 DTYPES = st.sampled_from(["float32", "bool", "int64", "bfloat16", "complex32", "uint8", "complex128", "float8_e5m2"])
 LEAF, VALUE = Node(Kind.LEAF), Node(Kind.VALUE)
@@ -23,16 +28,22 @@ def branches(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
     """Nodes of every kind that has children."""
     lists = st.lists(children, max_size=3)
     plain = st.builds(
-        lambda kind, inner: Node(kind, -1, "collections:deque" if kind in (Kind.SEQUENCE, Kind.NAMED) else "", (), tuple(inner)),
+        lambda kind, inner: Node(
+            kind, -1, "collections:deque" if kind in (Kind.SEQUENCE, Kind.NAMED) else "", (), tuple(inner)
+        ),
         st.sampled_from([Kind.LIST, Kind.TUPLE, Kind.SEQUENCE_LIKE, Kind.NAMED, Kind.SEQUENCE]),
         lists,
     )
     keyed = st.builds(
         lambda kind, items: Node(
-            kind, -1, "collections:OrderedDict" if kind is Kind.MAPPING else "", tuple(key for key, _ in items), tuple(n for _, n in items)
+            kind,
+            -1,
+            "collections:OrderedDict" if kind is Kind.MAPPING else "",
+            tuple(key for key, _ in items),
+            tuple(n for _, n in items),
         ),
         st.sampled_from([Kind.DICT, Kind.MAPPING, Kind.MAPPING_LIKE]),
-        st.lists(st.tuples(KEYS, children), max_size=3),
+        st.lists(st.tuples(KEYS, children), max_size=3, unique_by=lambda item: item[0]),
     )
     return plain | keyed
 
@@ -47,7 +58,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     nodes = list(tree.walk())
     num_leaves = sum(node.kind is Kind.LEAF for node in nodes)
     num_values = sum(node.kind in (Kind.VALUE, Kind.MAPPING_LIKE, Kind.SEQUENCE_LIKE) for node in nodes)
-    leaves = [LeafType(draw(st.sampled_from(["tensor", "array"])), draw(DTYPES), draw(st.integers(0, 3))) for _ in range(num_leaves)]
+    leaves = [
+        LeafType(draw(st.sampled_from(["tensor", "array"])), draw(DTYPES), draw(st.integers(0, 3))) for _ in range(num_leaves)
+    ]
     return Layout(tree, tuple(leaves), num_values)
 
 
@@ -99,7 +112,7 @@ def test_place_wrong_shapes_are_refused(shapes: Any) -> None:
 @given(st.binary(max_size=40))
 def test_from_wire_random_bytes_raise_value_error(wire: bytes) -> None:
     """Garbage never takes down the reader."""
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not a layout"):
         Layout.from_wire(wire)
 
 
@@ -113,6 +126,7 @@ def test_from_wire_random_bytes_raise_value_error(wire: bytes) -> None:
         (("leaf", 0), [("tensor", ">f4", 1)], 0),
         (("leaf", 0), [("pointer", "float32", 1)], 0),
         (("dict", ["a", "b"], [("leaf", 0)]), [("tensor", "float32", 1)], 0),
+        (("dict", [["a"]], [("value", 0)]), [], 1),
         (("nonsense", []), [], 0),
         (7, [], 0),
         ([], [], 0),
@@ -120,7 +134,7 @@ def test_from_wire_random_bytes_raise_value_error(wire: bytes) -> None:
 )
 def test_from_wire_wrong_definition_raises_value_error(definition: Any) -> None:
     """A well-formed message with an impossible layout is refused."""
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not a layout"):
         Layout.from_wire(values.encode(definition))
 
 

@@ -332,9 +332,10 @@ def test_spec_memory_file_is_a_value() -> None:
 
 
 def test_spec_argument_over_the_limit_is_refused_with_size_and_remedy() -> None:
-    """An argument beyond 64 MiB is a dataset in disguise."""
-    with pytest.raises(ConfigError, match=r"kwargs\['images'\].*64 MiB.*inside the factory"):
-        FactorySpec(gather, images=np.zeros(65 << 20, np.uint8))
+    """An argument beyond 64 MiB, plain or pickled, is a dataset in disguise."""
+    for images in (np.zeros(65 << 20, np.uint8), [bytes(33 << 20), gather, bytes(33 << 20)]):
+        with pytest.raises(ConfigError, match=r"kwargs\['images'\].*64 MiB.*inside the factory"):
+            FactorySpec(gather, images=images)
 
 
 def test_spec_broken_repr_and_reduce_are_still_refused_in_words() -> None:

@@ -1,6 +1,6 @@
 """Element types by name: torch's names, numpy's storage for them, and torch's promotion rules without torch.
 
-Owns the table of what a slot leaf may hold. Names are torch's without the "torch." ("float32", "bfloat16"), for a worker that has
+Owns the table of what a slot leaf may hold. Names are torch's without the "torch." ("float32", "bfloat16"): a worker that has
 never imported torch writes them too. Must not import torch.
 """
 

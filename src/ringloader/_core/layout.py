@@ -79,7 +79,7 @@ class LeafType:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the leaves of one batch lie: byte `offsets` and `sizes` in the slot, `nbytes` in all (a multiple of `ALIGNMENT`)."""
+    """Where the leaves of one batch lie: byte `offsets` and `sizes` in the slot, `nbytes` in all, a multiple of `ALIGNMENT`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -124,9 +124,9 @@ class Layout:
             tree, types, num_values = values.decode(wire)
             leaves = tuple(LeafType(str(kind), str(dtype), int(ndim)) for kind, dtype, ndim in types)
             layout = cls(_node_from_wire(tree, MAX_DEPTH + 2), leaves, int(num_values))
-        except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, StopIteration) as error:
+            layout._check()
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, StopIteration) as error:
             raise ValueError(f"not a layout: {error}") from error
-        layout._check()
         return layout
 
     def place(self, shapes: Shapes) -> Placement:
@@ -156,11 +156,11 @@ class Layout:
         leaf_indices = [node.index for node in self.tree.walk() if node.kind is Kind.LEAF]
         value_indices = [node.index for node in self.tree.walk() if node.kind in _INDEXED and node.kind is not Kind.LEAF]
         if leaf_indices != list(range(len(self.leaves))) or value_indices != list(range(self.num_values)):
-            raise ValueError("not a layout: leaves or values are missing from its tree")
+            raise ValueError("leaves or values are missing from its tree")
         if any(leaf.kind not in ("tensor", "array") or leaf.ndim < 0 for leaf in self.leaves):
-            raise ValueError("not a layout: unknown kind of leaf")
+            raise ValueError("unknown kind of leaf")
         if any(leaf.kind == "tensor" and not dtypes.is_known(leaf.dtype) for leaf in self.leaves):
-            raise ValueError("not a layout: unknown dtype of a tensor")
+            raise ValueError("unknown dtype of a tensor")
 
 
 @functools.cache
@@ -195,7 +195,7 @@ def _node_to_wire(node: Node) -> tuple[Any, ...]:
 
 def _node_from_wire(wire: tuple[Any, ...], depth: int) -> Node:
     if depth < 0:
-        raise ValueError(f"not a layout: nested deeper than {MAX_DEPTH}")
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     parts = iter(wire)
     kind = Kind(next(parts))
     index = int(next(parts)) if kind in _INDEXED else -1
@@ -203,6 +203,7 @@ def _node_from_wire(wire: tuple[Any, ...], depth: int) -> Node:
     keys = tuple(next(parts)) if kind in _KEYED else ()
     leafless = kind in (Kind.LEAF, Kind.VALUE)
     children = () if leafless else tuple(_node_from_wire(child, depth - 1) for child in next(parts))
-    if kind in _KEYED and len(keys) != len(children):
-        raise ValueError("not a layout: keys and children differ in number")
+    # Raises TypeError for keys that no dict can have.
+    if len({*keys}) != (len(children) if kind in _KEYED else 0):
+        raise ValueError("keys and children differ in number")
     return Node(kind, index, type_name, keys, children)

@@ -25,7 +25,7 @@ from ringloader._core import messages as msg
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.session import Batch, BatchState, Fault, Session
 from ringloader._core.slots import SlotEvent, Slots, SlotState
-from ringloader._core.units import in_words
+from ringloader._core.units import align_slot, in_words
 from ringloader._core.workers import UNREAPED_S, Worker, Workers, WorkerState
 from ringloader.errors import InternalError
 
@@ -49,6 +49,7 @@ class Scheduler:
         self.num_stale = 0
         self.num_refilled = 0
         self._growing = False
+        self._asked_nbytes = 0  # what the segment asked for last has to hold
         self._next_serial = 1
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.WorkerExited: self._on_exited,
@@ -104,11 +105,20 @@ class Scheduler:
         self.sessions[session_id].submit(batch_id, keys)
         self._dispatch(now_s)
 
-    def hand_over(self, session: Session, batch: Batch) -> None:
+    def hand_over(self, session: Session, batch: Batch, now_s: float) -> None:
         """The user gets the batch: its slot is leased until `SlotReleased`."""
         session.hand_over(batch)
         if batch.filled is not None and batch.slot_id != msg.NO_SLOT:
             self.slots.apply(self.slots.by_id[batch.slot_id], SlotEvent.LEND)
+        self._dispatch(now_s)  # another batch is the oldest now, and has a right to room
+
+    def settle(self, session: Session, now_s: float, *, arrived: bool) -> None:
+        """The batch in hand reached the user, or never did and is to be delivered again."""
+        if arrived:
+            session.acknowledge()
+        else:
+            session.take_back()
+            self._dispatch(now_s)
 
     def handle(self, event: ev.Event, now_s: float) -> None:
         """Take one fact of the operating system."""
@@ -165,6 +175,10 @@ class Scheduler:
     def is_lost(self) -> bool:
         """No worker is left."""
         return all(worker.state is WorkerState.GIVEN_UP for worker in self.workers.all)
+
+    def is_starved(self, session: Session) -> bool:
+        """The session's oldest missing batch gets no slot before the user lets one go or the ring may grow."""
+        return session.starved and self.refusal is not None
 
     def check(self) -> None:
         """Raise InternalError when an invariant is broken; for tests and debugging."""
@@ -368,6 +382,8 @@ class Scheduler:
 
     def _on_segment_refused(self, event: ev.SegmentRefused, now_s: float) -> None:
         self._growing, self.refusal = False, event
+        if event.slot_nbytes > align_slot(self._asked_nbytes):
+            self._grow(self._asked_nbytes, exact=True)
 
     def _on_released(self, event: ev.SlotReleased, now_s: float) -> None:
         slot = self.slots.by_id.get(event.slot_id)
@@ -384,7 +400,7 @@ class Scheduler:
     def _look_at(self, worker: Worker, observe: Callable[[int], ev.WorkerView | None], now_s: float) -> None:
         if worker.state is WorkerState.BACKOFF and now_s >= worker.since_s:
             self._start(worker, now_s)
-        elif worker.state is WorkerState.KILLED and now_s - worker.since_s >= UNREAPED_S:
+        elif worker.state is WorkerState.KILLED and now_s >= worker.since_s + UNREAPED_S:
             self._abandon(worker, now_s)
         elif worker.state is WorkerState.STARTING and self.workers.start_overdue(worker, now_s):
             view = observe(worker.worker_id)
@@ -533,12 +549,10 @@ class Scheduler:
         """No free slot is large enough; True when one was found after all and the batch can be tried again."""
         if self._growing:
             return False
-        if self.refusal is None or self.refusal.slot_nbytes > need:
-            self._grow(need, forced=False)
-            return False
-        if self.slots.retire_unfit(need):
+        # A refusal stands for everything at least as large, until something is given back.
+        if self.refusal is None or need < self._asked_nbytes or self.slots.retire_unfit(need):
             self._give_back()
-            self._grow(need, forced=False)
+            self._grow(need)
             return False
         if batch is not session.oldest():
             return False
@@ -563,10 +577,11 @@ class Scheduler:
         session.starved = True
         return False
 
-    def _grow(self, need: int, *, forced: bool) -> None:
-        slot_nbytes, num_slots = self.slots.growth(need, self.policy.num_in_flight + _LEAST_SLOTS)
-        self._growing = True
-        least = 1 if forced or any(slot.capacity >= need for slot in self.slots.by_id.values()) else _LEAST_SLOTS
+    def _grow(self, need: int, *, exact: bool = False, forced: bool = False) -> None:
+        slot_nbytes, num_slots = self.slots.growth(need, self.policy.num_in_flight + _LEAST_SLOTS, exact=exact or forced)
+        fits = any(slot.capacity >= need for slot in self.slots.by_id.values())
+        least = 1 if forced or fits else _LEAST_SLOTS
+        self._growing, self._asked_nbytes = True, need
         self.outbox.append(ev.AddSegment(slot_nbytes, 1 if forced else max(num_slots, least), least, forced))
 
 

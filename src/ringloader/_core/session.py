@@ -152,7 +152,7 @@ class Session:
         """What was in hand never arrived: make it again, as the oldest."""
         batch, self.in_hand = self.in_hand, None
         if batch is not None and batch.batch_id not in self.batches:
-            self.batches = {batch.batch_id: batch, **self.batches} if self.in_order else {**self.batches, batch.batch_id: batch}
+            self.batches = {batch.batch_id: batch, **self.batches}
             if batch.fault is None:
                 self.wait(batch)
             else:

@@ -153,16 +153,19 @@ class Slots:
         usual = sorted(self._recent)[len(self._recent) * 9 // 10]
         return max(_OUTLIER_FACTOR * usual, _OUTLIER_MIN_NBYTES)
 
-    def growth(self, nbytes: int, num_wanted: int) -> tuple[int, int]:
-        """Return (slot bytes, slots) of the next segment for batches of `nbytes`, when `num_wanted` would be used at once."""
+    def growth(self, nbytes: int, num_wanted: int, *, exact: bool) -> tuple[int, int]:
+        """Return (slot bytes, slots) of the next segment for batches of `nbytes`, when `num_wanted` would be used at once.
+
+        A size beyond all recent ones gets few slots, a little larger unless `exact`: sizes that creep up should not bring a
+        full set of slots for each new maximum.
+        """
+        if self._recent and nbytes > max(self._recent):
+            return align_slot(nbytes if exact else nbytes + nbytes // 8), 1
+        slot_nbytes = align_slot(nbytes)
         num_fitting = sum(1 for slot in self.by_id.values() if slot.capacity >= nbytes)
-        larger_than_usual = bool(self._recent) and nbytes > max(self._recent)
-        slot_nbytes = align_slot(nbytes + nbytes // 4 if larger_than_usual else nbytes)
-        if nbytes > self.outlier_nbytes():
-            return slot_nbytes, 1
         most_nbytes = max(_GROWTH_MIN_NBYTES, self.nbytes() // _GROWTH_SHARE)
         num_slots = min(max(num_fitting, 1), max(1, most_nbytes // slot_nbytes))
-        return slot_nbytes, max(num_slots, num_wanted - num_fitting, 1)
+        return slot_nbytes, max(num_slots, num_wanted - num_fitting)
 
     def nbytes(self) -> int:
         """Bytes of all segments."""

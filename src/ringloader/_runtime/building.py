@@ -25,7 +25,7 @@ def prepare(settings: dict[str, Any]) -> None:
     except OSError:
         pass  # gone since: relative paths fail in the user's own code, with its own words
     if settings["main"]:
-        main_module.load_main(main_module.MainModule.from_dict(settings["main"]))
+        main_module.load_main(main_module.MainModule.from_wire(settings["main"]))
 
 
 def build_dataset(settings: dict[str, Any], payload: list[int]) -> Any:

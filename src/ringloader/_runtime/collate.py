@@ -1,9 +1,9 @@
 """Samples to a slot, one copy.
 
 Owns the life of one batch: samples are added as they are fetched; `finish` lays the batch out and writes it, or keeps what it
-needs for a larger slot. Large arrays are copied to their row as soon as they are added, while they are in the cache, and dropped;
+needs for a larger slot. Large arrays are copied to their row when they are added, while they are in the cache, and dropped;
 all else is kept and joined column by column at the end, which takes a third of the time of a loop over rows. Must not import
-torch, know a process, or keep a slot after `finish`.
+torch, know a process, or keep a slot after `finish` has written to it.
 """
 
 from __future__ import annotations
@@ -14,62 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._core import values
-from ringloader._core.layout import Layout, LeafType, Placement, Shapes, numbered
+from ringloader._core.layout import Layout, LeafType, Placement
+from ringloader._runtime.collated import Collated, make_layout, pack_inline
 from ringloader._runtime.columns import LEAF_NODE, VALUE_NODE, Asker, Inline, Outcome, Source, Subtree, gather
 from ringloader._runtime.direct import DirectRows, direct_rows, row_nbytes
 from ringloader._runtime.results import walk_batch
 from ringloader._runtime.structure import Keys, Structure
 from ringloader.errors import LayoutError
 
+__all__ = ["Batch", "Collated", "Collator"]
+
 # From this size a leaf is worth its own Python call per row; below, joining a column at once is faster.
 DIRECT_NBYTES = 16 * 1024
-# What travels in a message must not stall the pipe: a batch with more text than this belongs into arrays.
-MAX_INLINE_NBYTES = 64 << 20
 # Ragged trees (dict keys that differ per batch) must not grow the memory of a worker without bound.
 _MAX_LAYOUTS = 64
-
-
-class Collated:
-    """A batch that is laid out: its definition, what travels beside the slot, and, until written, where its bytes come from.
-
-    `inline` holds the encoded inline values (b"" if there are none), `nbytes` is the room needed in a slot, `copied_nbytes` all
-    that is copied to make the batch. An empty batch is `written` without a slot.
-    """
-
-    __slots__ = ("_placement", "_sources", "copied_nbytes", "inline", "layout", "nbytes", "shapes", "written")
-
-    def __init__(self, layout: Layout, placement: Placement, inline: bytes, sources: Sequence[Source], copied_nbytes: int) -> None:
-        self.layout = layout
-        self.shapes: Shapes = placement.shapes
-        self.inline = inline
-        self.nbytes = placement.nbytes
-        self.copied_nbytes = copied_nbytes
-        self.written = placement.nbytes == 0
-        self._placement = placement
-        self._sources = sources
-
-    def write(self, slot: np.ndarray) -> None:
-        """Write the batch to a slot, a writable 1-D uint8 array of at least `nbytes`; may be repeated until `forget_sources`."""
-        for source, offset, size in zip(self._sources, self._placement.offsets, self._placement.sizes, strict=False):
-            if size:
-                source.write(slot, offset)
-
-    def check(self) -> None:
-        """Raise what `write` would raise about rows that do not agree."""
-        for source in self._sources:
-            source.check()
-
-    def check_empty(self) -> None:
-        """Check the leaves without bytes, which `write` leaves out."""
-        for source, size in zip(self._sources, self._placement.sizes, strict=True):
-            if not size:
-                source.check()
-
-    def forget_sources(self) -> None:
-        """Drop samples and slot: the batch is written, and `write` does nothing from now on."""
-        self._sources = ()
-        self.written = True
 
 
 class Batch:
@@ -132,7 +90,17 @@ class Collator:
 class GatheredBatch(Batch):
     """A batch under torch's rules for `default_collate`."""
 
-    __slots__ = ("_collator", "_direct", "_flat", "_keys", "_num_samples", "_recovered_nbytes", "_samples", "_slot", "_structure")
+    __slots__ = (
+        "_collator",
+        "_direct",
+        "_flat",
+        "_keys",
+        "_num_samples",
+        "_recovered_nbytes",
+        "_samples",
+        "_slot",
+        "_structure",
+    )
 
     def __init__(self, collator: Collator, num_samples: int, keys: Keys, slot: np.ndarray | None) -> None:
         self._collator = collator
@@ -168,7 +136,7 @@ class GatheredBatch(Batch):
         if self._flat is None:
             columns: Sequence[Sequence[Any]] = structure.columns(self._samples, self._keys)
         else:
-            columns = list(zip(*self._flat, strict=True))
+            columns = self._flat_columns()
         try:
             return self._finish(structure, columns, num_rows, strict=False)
         except LayoutError:
@@ -176,7 +144,7 @@ class GatheredBatch(Batch):
         except (ValueError, TypeError, RuntimeError, NotImplementedError):
             # Rows that do not agree: look at each of them, to promote or to say where.
             self._recover()
-            columns = columns if self._flat is None else list(zip(*self._flat, strict=True))
+            columns = columns if self._flat is None else self._flat_columns()
             return self._finish(structure, columns, num_rows, strict=True)
 
     def _finish(self, structure: Structure, columns: Sequence[Sequence[Any]], num_rows: int, strict: bool) -> Collated:
@@ -189,8 +157,7 @@ class GatheredBatch(Batch):
         fits = self._slot is not None and len(self._slot) >= collated.nbytes
         if direct and not (fits and self._are_in_place(structure, outcomes, placement)):
             self._recover()
-            assert self._flat is not None
-            return self._finish(structure, list(zip(*self._flat, strict=True)), num_rows, strict)
+            return self._finish(structure, self._flat_columns(), num_rows, strict)
         collated.check_empty()
         if self._slot is not None and fits:
             collated.write(self._slot)
@@ -199,29 +166,31 @@ class GatheredBatch(Batch):
             collated.check()
         return collated
 
+    def _flat_columns(self) -> list[tuple[Any, ...]]:
+        return list(zip(*self._flat, strict=True)) if self._flat else []
+
     def _lay_out(self, structure: Structure, outcomes: list[Outcome]) -> tuple[Collated, Placement]:
         sources: list[Source] = []
         inline: list[Any] = []
-        signature: list[int] = []
-        known, extra_nbytes = structure.reusable, self._recovered_nbytes
+        doubled: list[int] = []
         for outcome in outcomes:
             if isinstance(outcome, Inline):
                 inline.append(outcome.value)
-                signature.append(0)
             elif isinstance(outcome, Subtree):
-                known = False
+                # torch has copied these once already.
+                doubled += range(len(sources), len(sources) + len(outcome.sources))
                 sources += outcome.sources
             else:
                 sources.append(outcome)
-                signature.append(id(outcome.leaf))
-        layout = structure.layouts.get(tuple(signature)) if known else None
+        signature = signature_of(outcomes) if structure.reusable else None
+        layout = structure.layouts.get(signature)
         if layout is None:
             layout, inline = self._make_layout(structure, outcomes, [source.leaf for source in sources])
-            if known:
-                structure.layouts[tuple(signature)] = layout
+            if signature is not None:
+                structure.layouts[signature] = layout
         placement = layout.place(tuple([source.shape for source in sources]))
         packed = pack_inline(inline, self._keys) if inline else b""
-        copied = sum(placement.sizes) + extra_nbytes
+        copied = sum(placement.sizes) + self._recovered_nbytes + sum([placement.sizes[index] for index in doubled])
         return Collated(layout, placement, packed, sources, copied), placement
 
     def _make_layout(self, structure: Structure, outcomes: list[Outcome], leaves: list[LeafType]) -> tuple[Layout, list[Any]]:
@@ -234,7 +203,7 @@ class GatheredBatch(Batch):
             else:
                 parts.append((LEAF_NODE, []))
         tree, inline = structure.node(parts)
-        return make_layout(self._collator, Subtree(tree, [], inline), leaves, self._keys), inline
+        return make_layout(self._collator.layout_of, Subtree(tree, [], inline), leaves, self._keys), inline
 
     def _structure_of(self, sample: Any) -> Structure:
         structure = self._collator.structure
@@ -252,39 +221,34 @@ class GatheredBatch(Batch):
         flat = structure.flatten(sample, 0, self._keys)
         if not any(map(_is_large, flat)):
             return
-        if self._plan_direct(structure, flat):
+        if self._plan_direct(structure, flat, self._slot):
             self._flat = []
             self._samples.clear()
             self._add_flat(sample)
 
-    def _plan_direct(self, structure: Structure, flat: list[Any]) -> bool:
+    def _plan_direct(self, structure: Structure, flat: list[Any], slot: np.ndarray) -> bool:
         """Predict where the leaves will lie from the first sample; `finish` moves them if it was wrong."""
-        assert self._slot is not None
-        outcomes = [gather([value], leaf, self._keys, self._collator.asker, False) for value, leaf in zip(flat, structure.leaves, strict=True)]
+        keys, asker = self._keys, self._collator.asker
+        outcomes = [gather([value], leaf, keys, asker, False) for value, leaf in zip(flat, structure.leaves, strict=True)]
         sources = [outcome for outcome in outcomes if not isinstance(outcome, (Inline, Subtree))]
         if any(isinstance(outcome, Subtree) for outcome in outcomes):
             return False
-        leaves = tuple(source.leaf for source in sources)
-        tree, inline = structure.node([(VALUE_NODE, [None]) if isinstance(o, Inline) else (LEAF_NODE, []) for o in outcomes])
-        layout = structure.layouts.get(tuple([0 if isinstance(o, Inline) else id(o.leaf) for o in outcomes])) or Layout(
-            numbered(tree), leaves, len(inline)
-        )
+        layout = structure.layouts.get(signature_of(outcomes))
+        if layout is None:
+            layout = self._make_layout(structure, outcomes, [source.leaf for source in sources])[0]
         shapes = tuple([(self._num_samples, *source.shape[1:]) for source in sources])
         placement = layout.place(shapes)
-        if placement.nbytes > len(self._slot):
+        if placement.nbytes > len(slot):
             return False
-        offsets = iter(zip(placement.offsets, shapes, strict=True))
-        for position, outcome in enumerate(outcomes):
-            if isinstance(outcome, Inline):
-                continue
-            assert not isinstance(outcome, Subtree)
-            offset, shape = next(offsets)
+        positions = [position for position, outcome in enumerate(outcomes) if not isinstance(outcome, Inline)]
+        for position, source, offset, shape in zip(positions, sources, placement.offsets, shapes, strict=True):
             if _is_large(flat[position]):
-                self._direct[position] = direct_rows(flat[position], outcome.leaf, shape, self._slot, offset)
-        return bool(self._direct)
+                self._direct[position] = direct_rows(flat[position], source.leaf, shape, slot, offset)
+        return True
 
     def _add_flat(self, sample: Any) -> None:
-        assert self._flat is not None and self._structure is not None
+        assert self._flat is not None
+        assert self._structure is not None
         row = len(self._flat)
         flat = self._structure.flatten(sample, row, self._keys)
         if self._direct and row >= self._num_samples:
@@ -339,7 +303,7 @@ class ResultBatch(Batch):
         batch = samples if self._collate_fn is None else self._collate_fn(samples)
         convert = self._convert and self._collate_fn is None
         tree = walk_batch(batch, "sample" if convert else "batch", self._keys, self._collator.asker, convert)
-        layout = make_layout(self._collator, tree, [source.leaf for source in tree.sources], self._keys)
+        layout = make_layout(self._collator.layout_of, tree, [source.leaf for source in tree.sources], self._keys)
         placement = layout.place(tuple([source.shape for source in tree.sources]))
         # What the collate_fn put together is copied once more, into the slot.
         copied = sum(placement.sizes) * (1 if self._collate_fn is None else 2)
@@ -351,40 +315,14 @@ class ResultBatch(Batch):
         return collated
 
 
+def signature_of(outcomes: list[Outcome]) -> tuple[int, ...] | None:
+    """Return what, beside the structure, decides the layout; None where a leaf has become a tree of its own."""
+    if any(type(outcome) is Subtree for outcome in outcomes):
+        return None
+    # Leaf types are one object each and live for ever.
+    return tuple([0 if isinstance(outcome, Inline) else id(outcome.leaf) for outcome in outcomes])  # type: ignore[union-attr]
+
+
 def _is_large(value: Any) -> bool:
     nbytes = row_nbytes(value)
     return nbytes > 0 and nbytes >= DIRECT_NBYTES
-
-
-def make_layout(collator: Collator, tree: Subtree, leaves: list[LeafType], keys: Keys) -> Layout:
-    """Return the layout of a tree. Raises LayoutError for dict keys that cannot be sent."""
-    try:
-        return collator.layout_of(Layout(numbered(tree.node), tuple(leaves), len(tree.values)))
-    except (TypeError, ValueError, OverflowError) as error:
-        for node in tree.node.walk():
-            for key in node.keys:
-                _check_key(key, keys)
-        raise keys.error("batch", f"cannot be described ({error})", 0) from error
-
-
-def _check_key(key: Any, keys: Keys) -> None:
-    try:
-        values.encode(key)
-    except (TypeError, ValueError, OverflowError) as error:
-        words = f"has the key {key!r} of type {type(key).__qualname__}, which cannot be sent ({error}): use text, numbers or tuples"
-        raise keys.error("batch", words, 0, key=key) from error
-
-
-def pack_inline(inline: list[Any], keys: Keys) -> bytes:
-    """Encode the inline values. Raises LayoutError if they are too large or hold something that is no plain value."""
-    try:
-        packed = values.encode(inline)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise keys.error("batch", f"holds values that cannot travel in a message ({error}); batch of sample {keys[0]!r}", 0) from error
-    if len(packed) > MAX_INLINE_NBYTES:
-        words = (
-            f"holds {len(packed)} bytes of text and other plain values, more than the {MAX_INLINE_NBYTES} that a message may carry: "
-            "return arrays, or fewer samples per batch"
-        )
-        raise keys.error("batch", words, 0, nbytes=len(packed), limit=MAX_INLINE_NBYTES)
-    return packed

@@ -1,7 +1,7 @@
 """One leaf of all samples of a batch, turned into what is written to the slot.
 
-Owns the rules for a column: arrays are joined, numbers follow torch's rule for the whole list, text stays a list, and what only
-torch can judge is handed to torch. Fast path first: rows are taken to agree, numpy refuses in C where they do not, and only then
+Owns the rules for a column: arrays are joined, numbers follow torch's rule for the whole list, text stays a list, what only
+torch can judge is handed to torch. Fast path first: rows are taken to agree, numpy refuses in C if they do not, and only then
 is the column looked at row by row (`strict`) to promote dtypes or to find the words. Must not import torch; tensors are handled
 by `tensors`, which is imported when the first one is met, so torch is there already.
 """
@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from ringloader._core import dtypes
 from ringloader._core.layout import Kind, LeafType, Node, leaf_type
 from ringloader._runtime.containers import CONTAINERS, Rule, name_of, rule_of
-from ringloader._runtime.structure import ADVICE, Keys, Leaf
+from ringloader._runtime.structure import ADVICE, Keys, Leaf, describe
 from ringloader.errors import LayoutError
 
 LEAF_NODE = Node(Kind.LEAF)
@@ -67,18 +67,19 @@ class ArrayRows:
     __slots__ = ("_cast", "_rows", "leaf", "shape")
 
     def __init__(self, rows: Sequence[np.ndarray], dtype: str, cast: bool) -> None:
-        self._rows = rows
+        self._rows = list(rows)
         self._cast = cast
         self.shape = (len(rows), *rows[0].shape)
         self.leaf = leaf_type("tensor", dtype, len(self.shape))
 
     def write(self, slot: np.ndarray, offset: int) -> None:
-        rows, shape, casting = self._rows, self.shape, "unsafe" if self._cast else "no"
+        rows, shape = self._rows, self.shape
+        casting: Literal["unsafe", "no"] = "unsafe" if self._cast else "no"
         dtype = dtypes.storage_of(self.leaf.dtype)
         if len(shape) == 1:
             np.stack(rows, out=np.ndarray(shape, dtype, slot, offset), casting=casting)
             return
-        # Rows of one length that can be joined along their first dimension have one shape; a row loop takes three times as long.
+        # Rows of one length that can be joined along their first dimension have one shape. A row loop takes three times longer.
         if set(map(len, rows)) != {shape[1]}:
             raise ValueError("rows differ in length")
         out = np.ndarray((shape[0] * shape[1], *shape[2:]), dtype, slot, offset)
@@ -175,9 +176,7 @@ def _arrays(values: Sequence[np.ndarray], kind: type, leaf: Leaf, keys: Keys, st
     return ArrayRows(values, common, cast=True)
 
 
-def _tensor_rows(
-    values: Sequence[Any], kinds: set[type], leaf: Leaf, keys: Keys, asker: Asker, strict: bool
-) -> Source:
+def _tensor_rows(values: Sequence[Any], kinds: set[type], leaf: Leaf, keys: Keys, asker: Asker, strict: bool) -> Source:
     tensors = _tensors()
     strict = strict or len(kinds) > 1 or not tensors.is_plain(values[0])
     if strict:
@@ -218,7 +217,9 @@ def _numbers(values: Sequence[Any], kinds: set[type], leaf: Leaf, keys: Keys) ->
     name = _number_dtype(values, kinds)
     if name is None:
         found = sorted(name_of(kind) for kind in kinds)
-        raise keys.error(leaf.path, f"holds {' and '.join(found)}, which torch does not combine: {ADVICE}", 0, types=tuple(found))
+        raise keys.error(
+            leaf.path, f"holds {' and '.join(found)}, which torch does not combine: {ADVICE}", 0, types=tuple(found)
+        )
     try:
         return WholeArray(np.array(values, dtypes.storage_of(name)), "tensor", name)
     except (OverflowError, TypeError, ValueError) as error:
@@ -260,7 +261,7 @@ def _number_dtype(values: Sequence[Any], kinds: set[type]) -> str | None:
 
 def _scalar_dtype(kind: type) -> str | None:
     if issubclass(kind, np.generic):
-        return _numpy_scalar_dtype(kind)
+        return _numpy_scalar_dtype(kind)  # type: ignore[arg-type]  # numpy's stubs take hash(type) for hash(scalar)
     if issubclass(kind, bool):
         return "bool"
     if issubclass(kind, int):
@@ -270,7 +271,8 @@ def _scalar_dtype(kind: type) -> str | None:
 
 @functools.cache
 def _numpy_scalar_dtype(kind: type) -> str | None:
-    return dtypes.name_of(np.dtype(kind)) if issubclass(kind, (np.bool_, np.number)) and kind is not np.timedelta64 else None
+    # A date difference counts as a number in numpy; no tensor dtype has its name.
+    return dtypes.name_of(np.dtype(kind)) if issubclass(kind, (np.bool_, np.number)) else None
 
 
 def _irregular(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker) -> Outcome:
@@ -295,12 +297,11 @@ def _torch_may_take(kind: type, asker: Asker) -> bool:
 
 
 def _refuse_types(leaf: Leaf, keys: Keys, row: int, first: type, other: type) -> LayoutError:
-    words = f"is {_word(other)} in sample {keys[row]!r}, but {_word(first)} in sample {keys[0]!r}, which have no common form: {ADVICE}"
+    words = (
+        f"is {describe(other)} in sample {keys[row]!r}, but {describe(first)} in sample {keys[0]!r}, "
+        f"which have no common form: {ADVICE}"
+    )
     return keys.error(leaf.path, words, 0, row, types=(name_of(first), name_of(other)))
-
-
-def _word(kind: type) -> str:
-    return "None" if kind is type(None) else f"of type {name_of(kind)}"
 
 
 def refuse_array(array: np.ndarray, path: str, keys: Keys, row: int) -> LayoutError:
@@ -316,7 +317,8 @@ def refuse_array(array: np.ndarray, path: str, keys: Keys, row: int) -> LayoutEr
     }.get(array.dtype.kind, "convert it with .astype")
     if not array.dtype.isnative and array.dtype.kind in "biufc":
         advice = "its byte order is not this machine's; convert it with .astype(array.dtype.newbyteorder('='))"
-    words = f"is an array of dtype {array.dtype} in sample {keys[row]!r}, which no tensor can hold: {advice}, or pass a collate_fn"
+    found = f"is an array of dtype {array.dtype} in sample {keys[row]!r}"
+    words = f"{found}, which no tensor can hold: {advice}, or pass a collate_fn"
     return keys.error(path, words, row, dtype=str(array.dtype))
 
 

@@ -1,7 +1,7 @@
 """Containers of samples and batches: what each type is, and how one is rebuilt in another process around new contents.
 
-Owns the rules by type (`rule_of`, in the order of torch's `default_collate`) and the form of a container: the kind of tree node,
-the importable name of its type, and, where an instance has state of its own, a pickled prototype whose contents are None.
+Owns the rules by type (`rule_of`, in the order of torch's `default_collate`) and the form of a container: the kind of node, the
+importable name of its type, and, where an instance has state of its own, a pickled prototype whose contents are None.
 Must not import torch: a tensor can only be met where torch is imported already.
 """
 
@@ -100,8 +100,8 @@ def name_of(kind: type) -> str:
 def form_of(value: Any, rule: Rule, collating: bool) -> Form:
     """Return the form of a container.
 
-    `collating`: `value` is the first sample, and the form follows torch's `default_collate`: tuples become lists, and a type that
-    cannot be rebuilt becomes a plain dict or list. Otherwise it is a finished batch, of which nothing may change silently.
+    `collating`: `value` is the first sample, and the form follows torch's `default_collate`: tuples become lists, and a type
+    that cannot be rebuilt becomes a plain dict or list. Otherwise it is a finished batch, and nothing may change silently.
     Raises FormError for what cannot be carried.
     """
     kind = type(value)
@@ -113,11 +113,16 @@ def form_of(value: Any, rule: Rule, collating: bool) -> Form:
         return Form(Kind.TUPLE, kind, tuple(range(len(value))))
     if issubclass(kind, tuple):
         return _tuple_form(value, collating)
-    if rule is Rule.MAPPING:
-        return _mapping_form(value, collating)
-    if rule is Rule.FIELDS:
-        return _fields_form(value, collating)
-    return _sequence_form(value, collating)
+    try:
+        if rule is Rule.MAPPING:
+            return _mapping_form(value, collating)
+        if rule is Rule.FIELDS:
+            return _fields_form(value, collating)
+        return _sequence_form(value, collating)
+    except FormError:
+        raise
+    except Exception as error:
+        raise FormError(f"a {name_of(kind)}, which cannot be taken apart ({error})") from error
 
 
 def _reference(kind: type) -> str:
@@ -129,7 +134,8 @@ def _reference(kind: type) -> str:
 
 def _tuple_form(value: tuple[Any, ...], collating: bool) -> Form:
     if not collating and getattr(value, "__dict__", None):
-        raise FormError(f"a {name_of(type(value))} with attributes of its own, which would be lost: return a dict or a dataclass")
+        kind = name_of(type(value))
+        raise FormError(f"a {kind} with attributes of its own, which would be lost: return a dict or a dataclass")
     return Form(Kind.NAMED, type(value), tuple(range(len(value))), _reference(type(value)), reusable=True)
 
 
@@ -149,7 +155,7 @@ def _mapping_form(value: Mapping[Any, Any], collating: bool) -> Form:
     try:
         if isinstance(value, MutableMapping):
             return Form(Kind.MAPPING_LIKE, kind, keys, prototype=_prototype(value, keys))
-        kind({key: None for key in keys})  # type: ignore[call-arg]
+        kind(dict.fromkeys(keys))  # type: ignore[call-arg]
     except TypeError as error:
         if collating:
             return Form(Kind.DICT, kind, keys)

@@ -35,13 +35,13 @@ class PlacedRows:
 
 
 class DirectRows:
-    """One leaf's rows in the slot: `out` is an array or tensor over them with the batch as its first dimension."""
+    """One leaf's rows in the slot: `out` is an array over them with the batch as its first dimension."""
 
     __slots__ = ("_is_array", "_leaf", "_out", "_shape", "offset", "row_nbytes")
 
-    def __init__(self, out: Any, leaf: LeafType, offset: int, is_array: bool) -> None:
+    def __init__(self, out: np.ndarray, leaf: LeafType, offset: int, is_array: bool) -> None:
         self.offset = offset
-        self.row_nbytes: int = out.nbytes // max(1, out.shape[0])
+        self.row_nbytes = out.nbytes // max(1, out.shape[0])
         self._out = out
         self._leaf = leaf
         self._shape = out.shape[1:]
@@ -65,11 +65,13 @@ class DirectRows:
     def _write_tensor(self, row: int, value: Any, path: str, keys: Keys) -> bool:
         from ringloader._runtime import tensors
 
-        if rule_of(type(value)) is not Rule.TENSOR or not tensors.is_plain(value) or value.dtype != self._out.dtype:
+        if rule_of(type(value)) is not Rule.TENSOR or not tensors.is_plain(value):
+            return False
+        if tensors.dtype_name(value.dtype) != self._leaf.dtype:
             return False
         if value.shape != self._shape:
             raise refuse_shape(path, keys, row, self._shape, value.shape)
-        self._out[row].copy_(value)
+        self._out[row, ...] = tensors.as_array(value)
         return True
 
     def placed(self, num_rows: int) -> PlacedRows:
@@ -79,18 +81,19 @@ class DirectRows:
 
     def recover(self, num_rows: int) -> Sequence[Any]:
         """Return copies of the first rows, as arrays or tensors of their own."""
-        held = self._out[:num_rows]
-        held = held.copy() if self._is_array else held.clone()
-        return [held[row, ...] for row in range(num_rows)]
+        held = self._out[:num_rows].copy()
+        rows = [held[row, ...] for row in range(num_rows)]
+        if self._is_array:
+            return rows
+        from ringloader._runtime import tensors
+
+        return [tensors.from_array(row, self._leaf.dtype) for row in rows]
 
 
 def direct_rows(first: Any, leaf: LeafType, shape: tuple[int, ...], slot: np.ndarray, offset: int) -> DirectRows:
     """Return the rows of a leaf of `shape` at `offset`; `first` is its first row."""
-    if isinstance(first, np.ndarray):
-        return DirectRows(np.ndarray(shape, dtypes.storage_of(leaf.dtype), slot, offset), leaf, offset, is_array=True)
-    from ringloader._runtime import tensors
-
-    return DirectRows(tensors.view(slot, offset, leaf.dtype, shape), leaf, offset, is_array=False)
+    out = np.ndarray(shape, dtypes.storage_of(leaf.dtype), slot, offset)
+    return DirectRows(out, leaf, offset, isinstance(first, np.ndarray))
 
 
 def row_nbytes(value: Any) -> int:

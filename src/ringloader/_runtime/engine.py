@@ -132,7 +132,7 @@ class Engine:
     def settle(self, session: Session, *, arrived: bool) -> None:
         """Tell whether the batch in hand reached the user; if not, it is delivered again."""
         if session.in_hand is not None:
-            self._step((), session.acknowledge if arrived else session.take_back)
+            self._step((), lambda: self.scheduler.settle(session, time.monotonic(), arrived=arrived))
 
     def next_batch(self, session: Session) -> Any:
         """Wait for the next batch and return it. Raises StopIteration at the end, or the error that takes a batch's place."""
@@ -204,7 +204,7 @@ class Engine:
             now_s = time.monotonic()
             if session is not None:
                 session.awaited = True
-                if session.starved:
+                if self.scheduler.is_starved(session):
                     self._make_room(session, now_s - began_s)
             if now_s - quiet_s >= _QUIET_S:
                 quiet_s = now_s
@@ -224,7 +224,7 @@ class Engine:
     def _deliver(self, session: Session, batch: Batch) -> Any:
         if batch.fault is not None:
             error = reports.batch_error(batch, batch.fault, inline=self.backend.is_inline)
-            self.scheduler.hand_over(session, batch)
+            self.scheduler.hand_over(session, batch, time.monotonic())
             return error
         filled = batch.filled
         assert filled is not None
@@ -236,7 +236,7 @@ class Engine:
             root = self.ring.root(slot, filled.nbytes)
             value, leaves = self._wrap(layout, placement, filled.inline, root)
             self.ring.lend(slot, root, leaves)
-        self.scheduler.hand_over(session, batch)
+        self.scheduler.hand_over(session, batch, time.monotonic())
         self.copied_nbytes += filled.copied_nbytes
         self.num_samples += filled.num_samples
         return (value,)
@@ -284,7 +284,7 @@ class Engine:
         if self.ring.returns.released:
             return
         with self._lock:
-            if session.starved and self.scheduler.refusal is not None:
+            if self.scheduler.is_starved(session):
                 session.has_collected = False
                 raise reports.full_error(self.scheduler, session, self.ring.holders(), self.ring.limit)
 

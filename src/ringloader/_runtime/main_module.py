@@ -98,7 +98,7 @@ def unreachable_reason(qualname: str) -> str | None:
             "it is defined in __main__, which is a notebook, an interactive session, -c or stdin here: no worker can import it"
         )
     path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not isinstance(path, str) or not path.endswith(".py") or not os.path.isfile(path):
+    if not isinstance(path, str) or not os.path.isfile(path):
         return None
     names = _names_bound(path, os.stat(path).st_mtime_ns)
     name = qualname.partition(".")[0]
@@ -143,7 +143,7 @@ def _names_bound(path: str, mtime_ns: int) -> _BoundNames:
     try:
         with open(path, "rb") as source:
             tree = ast.parse(source.read(), path)
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError):  # an archive or compiled: it cannot be told
         names.is_open = True
         return names
     names.visit(tree)

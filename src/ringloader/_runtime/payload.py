@@ -115,7 +115,7 @@ def _pickle(
     try:
         pickler.dump(value)
     except _TooLargeError:
-        raise _too_large(value, argument, max_nbytes) from None
+        raise too_large(value, argument, max_nbytes) from None
     except ConfigError as error:
         raise ConfigError(f"{argument}: {error}", **{**error.facts, "argument": argument}) from None
     except MemoryError:
@@ -125,12 +125,13 @@ def _pickle(
     return bytes(sink.content), pickler.needs_main
 
 
-def _too_large(value: Any, argument: str, max_nbytes: int) -> ConfigError:
+def too_large(value: Any, argument: str, max_nbytes: int) -> ConfigError:
+    """Return the error for an argument that outgrows its bound."""
     remedy = (
         "pass a path and read it inside the factory, or put large arrays into shared memory with SharedArrays or SharedRecords"
     )
     return ConfigError(
-        f"{argument} is too large to be pickled for the workers: {_type_name(value)} takes more than {max_nbytes >> 20} MiB "
+        f"{argument} is too large to be sent to the workers: {_type_name(value)} takes more than {max_nbytes >> 20} MiB "
         f"({max_nbytes} bytes), and every worker would hold a copy; {remedy}",
         argument=argument,
         max_nbytes=max_nbytes,

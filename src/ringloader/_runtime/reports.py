@@ -132,7 +132,7 @@ def waiting_line(scheduler: Scheduler, session: Session, observe: Any, waited_s:
         doing = f"{view.stage}, sample {view.sample} of fill {view.serial}" if view is not None else "no process"
         mark = " has it" if worker.worker_id == batch.worker_id and batch.serial in worker.fills else ""
         parts.append(f"worker {worker.worker_id} (pid {worker.pid}, {worker.state.value}){mark}: {doing}")
-    if session.starved:
+    if scheduler.is_starved(session):
         parts.append("no slot is free")
     if scheduler.refusal is not None:
         parts.append(f"the ring may not grow beyond {in_words(scheduler.slots.nbytes())}: {scheduler.refusal.reason}")

@@ -17,7 +17,7 @@ from ringloader._runtime.columns import LEAF_NODE, VALUE_NODE, Asker, Source, Su
 from ringloader._runtime.containers import CONTAINERS, FormError, Rule, form_of, name_of, rule_of
 from ringloader._runtime.structure import Keys, child_path, contents
 
-_PLAIN = frozenset((str, int, float, complex, bool, type(None), bytes))
+_PLAIN = frozenset((str, int, float, complex, bool, type(None), bytes, bytearray))
 _NESTING = frozenset((list, tuple))
 _ADVICE = "return tensors, arrays, numbers, text, or dicts, lists, tuples and dataclasses of them"
 
@@ -64,8 +64,9 @@ class _Walk:
         try:
             values.encode(value)
         except (TypeError, ValueError, OverflowError) as error:
-            words = f"is of type {name_of(type(value))} in the batch of sample {self._keys[0]!r}, which cannot be carried: {_ADVICE}"
-            raise self._keys.error(path, words, 0, type=name_of(type(value))) from error
+            kind = name_of(type(value))
+            words = f"is of type {kind} in the batch of sample {self._keys[0]!r}, which cannot be carried: {_ADVICE}"
+            raise self._keys.error(path, words, 0, type=kind) from error
         return self._inline(value)
 
     def _tensor(self, value: Any, path: str) -> Node:
@@ -77,8 +78,11 @@ class _Walk:
     def _array(self, value: np.ndarray, path: str, convert: bool) -> Node:
         dtype = dtypes.name_of(value.dtype)
         if type(value) not in (np.ndarray, np.memmap) and not convert:
-            words = f"is a {name_of(type(value))} in the batch of sample {self._keys[0]!r}, which would become a plain array: return np.asarray of it"
-            raise self._keys.error(path, words, 0, type=name_of(type(value)))
+            kind = name_of(type(value))
+            words = (
+                f"is a {kind} in the batch of sample {self._keys[0]!r}, which would be a plain array: return np.asarray of it"
+            )
+            raise self._keys.error(path, words, 0, type=kind)
         if convert:
             if dtype is None:
                 raise refuse_array(value, path, self._keys, 0)
@@ -122,5 +126,3 @@ def _is_plain(value: list[Any] | tuple[Any, ...], convert: bool, depth: int) -> 
     if depth > MAX_DEPTH or not kinds <= _PLAIN | nesting:
         return False
     return all(_is_plain(inner, convert, depth + 1) for inner in value if type(inner) in nesting)
-
-

@@ -65,7 +65,7 @@ class Structure:
     def __init__(self, sample: Any, keys: Keys, accepts: Callable[[type], bool]) -> None:
         """Raises LayoutError for a value in `sample` that has no rule, unless `accepts` says its type has one elsewhere."""
         self.leaves: list[Leaf] = []
-        self.layouts: dict[tuple[int, ...], Layout] = {}
+        self.layouts: dict[tuple[int, ...] | None, Layout] = {}
         self.reusable = True
         self.root = self._build(sample, "sample", False, keys, accepts)
 
@@ -76,7 +76,8 @@ class Structure:
         rule = rule_of(kind)
         if rule not in CONTAINERS or (rule is Rule.FIELDS and accepts(kind)):
             if rule is Rule.UNKNOWN and not accepts(kind):
-                raise keys.error(path, f"is {_describe(kind)} in sample {keys[0]!r}, which has no collate rule: {ADVICE}", 0, type=name_of(kind))
+                words = f"is {describe(kind)} in sample {keys[0]!r}, which has no collate rule: {ADVICE}"
+                raise keys.error(path, words, 0, type=name_of(kind))
             self.leaves.append(Leaf(path, in_sequence))
             return self.leaves[-1]
         if depth > MAX_DEPTH:
@@ -133,7 +134,8 @@ def child_path(path: str, rule: Rule, form: Form, position: int) -> str:
     return f"{path}[{form.keys[position]!r}]"
 
 
-def _describe(kind: type) -> str:
+def describe(kind: type) -> str:
+    """Return "None" or "of type x", to follow "is"."""
     return "None" if kind is type(None) else f"of type {name_of(kind)}"
 
 
@@ -142,7 +144,8 @@ def _matches(part: Leaf | Branch, value: Any) -> bool:
         rule = rule_of(type(value))
         return rule not in CONTAINERS and rule is not Rule.UNKNOWN
     form = part.form
-    if type(value) is not form.type:
+    kind: type = type(value)
+    if kind is not form.type:
         return False
     if part.rule is Rule.MAPPING:
         keys = tuple(value)
@@ -187,7 +190,7 @@ def _get(part: Branch, position: int, sample: Any, row: int, keys: Keys) -> Any:
     except (KeyError, AttributeError) as error:
         path = child_path(part.path, part.rule, part.form, position)
         words = f"is missing from sample {keys[row]!r}, but sample {keys[0]!r} has it: {_AGREE}"
-        raise keys.error(path, words, 0, row, key=part.form.keys[position]) from error
+        raise keys.error(path, words, 0, row, key=repr(part.form.keys[position])) from error
 
 
 _AGREE = "the samples of a batch must have the same structure"
@@ -203,16 +206,16 @@ def _check_type(part: Branch, sample: Any, row: int, keys: Keys) -> None:
     sequences = (Rule.SEQUENCE, Rule.NAMED)
     if part.rule in sequences and rule in sequences:
         return
-    words = (
-        f"is {_describe(kind)} in sample {keys[row]!r}, but of type {name_of(part.form.type)} in sample {keys[0]!r}: {_AGREE}; {ADVICE}"
-    )
+    expected = describe(part.form.type)
+    words = f"is {describe(kind)} in sample {keys[row]!r}, but {expected} in sample {keys[0]!r}: {_AGREE}; {ADVICE}"
     raise keys.error(part.path, words, 0, row, types=(name_of(part.form.type), name_of(kind)))
 
 
 def _check_length(part: Branch, sample: Any, row: int, keys: Keys) -> None:
     expected = len(part.children)
     if len(sample) != expected:
-        words = f"has {len(sample)} elements in sample {keys[row]!r}, but {expected} in sample {keys[0]!r}: {_AGREE}; pad them, or pass a collate_fn"
+        found = f"has {len(sample)} elements in sample {keys[row]!r}, but {expected} in sample {keys[0]!r}"
+        words = f"{found}: {_AGREE}; pad them, or pass a collate_fn"
         raise keys.error(part.path, words, 0, row, lengths=(expected, len(sample)))
 
 

@@ -17,10 +17,14 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ringloader._core import dtypes
 from ringloader._core.layout import Layout, LeafType, Placement, leaf_type
+from ringloader._runtime.containers import name_of
 from ringloader._runtime.wrap import LeafPlan, plan_of, wrap_with
 
-_NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"}
+# torch has second names for some: "float" is "float32".
+_NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _DTYPES = {name: value for value, name in _NAMES.items()}
+# In one thread, as in a worker, numpy copies 1.5 times as fast as torch; for small rows the way to numpy costs more than that.
+_LARGE_ROW_NBYTES = 16 * 1024
 _ON_HOST = "return CPU tensors; move them in the training loop"
 
 
@@ -91,7 +95,7 @@ def refusal(value: torch.Tensor) -> tuple[str, str] | None:
     """Return what a tensor is and what to do instead, if it cannot be carried; None if it can."""
     kind = type(value)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-        return f"a tensor of the subclass {kind.__module__}.{kind.__qualname__}", "return .as_subclass(torch.Tensor), or rebuild it"
+        return f"a tensor of the subclass {name_of(kind)}", "return .as_subclass(torch.Tensor), or rebuild it"
     if value.is_nested:
         return "a nested tensor", "return the parts as a list from a collate_fn, or pad them"
     if value.layout is not torch.strided:
@@ -100,13 +104,37 @@ def refusal(value: torch.Tensor) -> tuple[str, str] | None:
     if value.device.type != "cpu":
         return f"a tensor on device {value.device}", _ON_HOST
     if value.is_quantized or not dtypes.is_known(_NAMES[value.dtype]):
-        return f"a tensor of dtype {_NAMES[value.dtype]}", "return .dequantize(), or .int_repr() and the scale, or another dtype"
+        advice = "return .dequantize(), or .int_repr() and the scale, or another dtype"
+        return f"a tensor of dtype {_NAMES[value.dtype]}", advice
     return None
 
 
 def view(slot: np.ndarray, offset: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor over part of a slot."""
-    tensor = torch.from_numpy(np.ndarray(shape, dtypes.storage_of(dtype), slot, offset))
+    return from_array(_array_view(slot, offset, dtype, shape), dtype)
+
+
+def _array_view(slot: np.ndarray, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ndarray(shape, dtypes.storage_of(dtype), slot, offset)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a dense CPU tensor as an array over the same memory, of the dtype that carries its bytes.
+
+    Lazily conjugated or negated tensors are resolved, and so are copies.
+    """
+    name = _NAMES[tensor.dtype]
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if dtypes.is_torch_only(name):
+        tensor = tensor.view(_DTYPES[dtypes.storage_of(name).name])
+    array: np.ndarray = tensor.numpy()
+    return array
+
+
+def from_array(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """Return a tensor over the memory of an array that carries the bytes of `dtype`."""
+    tensor = torch.from_numpy(array)
     return tensor.view(_DTYPES[dtype]) if dtypes.is_torch_only(dtype) else tensor
 
 
@@ -122,8 +150,12 @@ class TensorRows:
 
     def write(self, slot: np.ndarray, offset: int) -> None:
         """Write all rows. Raises RuntimeError where torch finds that they do not agree."""
+        rows = self._rows
+        if rows[0].nbytes >= _LARGE_ROW_NBYTES and all(is_plain(row) and row.dtype is rows[0].dtype for row in rows):
+            np.stack([as_array(row) for row in rows], out=_array_view(slot, offset, self.leaf.dtype, self.shape), casting="no")
+            return
         # torch compares shapes, layouts and devices itself; dtypes, which it would cast, were compared before.
-        torch.stack(self._rows, out=view(slot, offset, self.leaf.dtype, self.shape))
+        torch.stack(rows, out=view(slot, offset, self.leaf.dtype, self.shape))
 
     def check(self) -> None:
         """Raise what `write` would."""
@@ -144,7 +176,7 @@ class WholeTensor:
 
     def write(self, slot: np.ndarray, offset: int) -> None:
         """Write the logical contents, conjugate and negative bits resolved."""
-        view(slot, offset, self.leaf.dtype, self.shape).copy_(self._tensor)
+        np.copyto(_array_view(slot, offset, self.leaf.dtype, self.shape), as_array(self._tensor), casting="no")
 
     def check(self) -> None:
         """A tensor agrees with itself."""

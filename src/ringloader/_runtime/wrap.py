@@ -139,25 +139,27 @@ def _parts_builder(node: Node) -> Callable[[Sequence[Any], Sequence[Any]], list[
 
 def _assembler(node: Node) -> Callable[[Any, list[Any]], Any]:
     keys = node.keys
-    kind = resolve(node.type_name) if node.type_name else None
+    kind: Any = resolve(node.type_name) if node.type_name else None
     simple: dict[Kind, Callable[[Any, list[Any]], Any]] = {
         Kind.DICT: lambda _, parts: dict(zip(keys, parts, strict=True)),
         Kind.LIST: lambda _, parts: parts,
         Kind.TUPLE: lambda _, parts: tuple(parts),
-        Kind.MAPPING_FROM: lambda _, parts: kind(dict(zip(keys, parts, strict=True))),  # type: ignore[misc]
-        Kind.SEQUENCE_FROM: lambda _, parts: kind(parts),  # type: ignore[misc]
-        Kind.NAMED: lambda _, parts: getattr(kind, "_make", kind)(parts),  # type: ignore[misc]
-        Kind.MAPPING: lambda _, parts: _updated(kind.__new__(kind), dict(zip(keys, parts, strict=True))),  # type: ignore[union-attr]
-        Kind.MAPPING_LIKE: lambda prototype, parts: _updated(prototype, dict(zip(keys, parts, strict=True))),
-        Kind.SEQUENCE: lambda _, parts: _extended(kind.__new__(kind), parts),  # type: ignore[union-attr]
+        Kind.MAPPING_FROM: lambda _, parts: kind(dict(zip(keys, parts, strict=True))),
+        Kind.SEQUENCE_FROM: lambda _, parts: kind(parts),
+        Kind.NAMED: lambda _, parts: getattr(kind, "_make", kind)(parts),
+        Kind.MAPPING: lambda _, parts: _updated(kind.__new__(kind), keys, parts),
+        Kind.MAPPING_LIKE: lambda prototype, parts: _updated(prototype, keys, parts),
+        Kind.SEQUENCE: lambda _, parts: _extended(kind.__new__(kind), parts),
         Kind.SEQUENCE_LIKE: _filled,
-        Kind.FIELDS: lambda _, parts: _with_fields(kind.__new__(kind), keys, parts),  # type: ignore[union-attr]
+        Kind.FIELDS: lambda _, parts: _with_fields(kind.__new__(kind), keys, parts),
     }
     return simple[node.kind]
 
 
-def _updated(mapping: Any, items: Any) -> Any:
-    mapping.update(items)
+def _updated(mapping: Any, keys: tuple[Any, ...], parts: list[Any]) -> Any:
+    # Not by `update`, which adds in a Counter.
+    for key, part in zip(keys, parts, strict=True):
+        mapping[key] = part
     return mapping
 
 

@@ -1,0 +1,408 @@
+"""A pool that is only simulated: workers, slots' memory and a consumer on a virtual clock, with faults drawn from a seed.
+
+Stands in for every process and system call. Memory is one word a slot, written when a worker begins and again when it ends a Fill
+(or by a killed worker at any time before it is reaped), so that a slot given to two writers, or to a writer while somebody can
+see it, shows as a wrong word.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringloader._core import events as ev
+from ringloader._core import messages as msg
+from ringloader._core.policy import FaultPolicy, PoolPolicy
+from ringloader._core.scheduler import Scheduler
+from ringloader._core.session import Batch, Session, pack_keys
+from ringloader._core.slots import SlotState
+
+Word = tuple[object, ...]
+
+
+@dataclass
+class SimWorker:
+    """One simulated incarnation."""
+
+    worker_id: int
+    incarnation: int
+    alive: bool = True  # still able to write, until reaped
+    answering: bool = True  # False once killed
+    queue: deque[msg.Fill] = field(default_factory=deque)
+    running: msg.Fill | None = None
+    began_s: float = 0.0
+    kept: dict[int, int] = field(default_factory=dict)  # session id → batch id
+
+
+@dataclass
+class Held:
+    """A batch that the consumer can see."""
+
+    key: tuple[int, int]
+    place: tuple[int, int] | None
+    word: Word
+
+
+class Simulation:
+    """One schedule: `run` raises AssertionError when a guarantee is broken."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.now_s = 0.0
+        self.num_workers = rng.choice((1, 1, 2, 3))
+        faults = FaultPolicy(
+            restarts=rng.choice((0, 3, 50, 50)), sample_deaths=rng.choice((1, 3)), stall_s=None,
+            start_timeout_s=rng.choice((None, 20.0)), on_bad_sample=rng.choice(("raise", "raise", "skip", "replace")),
+        )
+        self.policy = PoolPolicy(self.num_workers, rng.choice((1, 2, 3)), rng.choice((5.0, 5.0, None)), faults)
+        self.core = Scheduler(self.policy)
+        self.death_rate = rng.choice((0.0, 0.05, 0.3))
+        self.hang_rate = rng.choice((0.0, 0.05)) if self.policy.timeout_s else 0.0
+        self.fail_rate = rng.choice((0.0, 0.1))
+        self.room = rng.choice((200, 400, 10_000))
+        self.max_held = rng.choice((1, 1, 3, 40))
+        self.memory: dict[tuple[int, int], Word] = {}
+        self.segments: dict[int, int] = {}
+        self.workers: dict[int, SimWorker] = {}
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.num_events = 0
+        self.sizes: dict[tuple[int, int], int] = {}
+        self.held: list[Held] = []
+        self.sessions: list[SimConsumer] = []
+        self.lost = False
+        self.outcomes: set[str] = set()
+
+    def run(self) -> None:
+        for k in range(self.rng.choice((1, 1, 2, 3))):
+            self.open(k)
+        self.act(lambda: self.core.start(self.now_s))
+        for _ in range(4000):
+            if all(consumer.done for consumer in self.sessions):
+                break
+            self.step()
+        else:
+            raise AssertionError(f"no end after 4000 steps at {self.now_s:.1f} s")
+        self.finish()
+
+    def open(self, k: int) -> None:
+        session = Session(k, k, in_order=self.rng.random() < 0.85)
+        self.core.open_session(session)
+        consumer = SimConsumer(self, session, self.rng.randrange(1, 9))
+        self.sessions.append(consumer)
+        self.later(self.rng.random(), consumer.ask)
+
+    def finish(self) -> None:
+        """With every lease given back and every late answer in, all slots are free again."""
+        for held in list(self.held):
+            self.release(held)
+        for _ in range(2000):
+            if not self.events and all(not worker.fills for worker in self.core.workers.all):
+                break
+            self.step()
+        leftover = [s for s in self.core.slots.by_id.values() if s.state not in (SlotState.FREE, SlotState.QUARANTINED)]
+        leftover = [s for s in leftover if s.state is not SlotState.RETIRED]
+        assert not leftover or self.lost, f"slots not back in circulation: {leftover}"
+
+    # --- time -----------------------------------------------------------------------------------------------------------
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (self.now_s + delay_s, self.num_events, what))
+
+    def step(self) -> None:
+        """The next thing that happens: an event, or the look that the core has asked for."""
+        look_at_s = self.core.workers.look_at_s
+        if look_at_s is not None and (not self.events or look_at_s <= self.events[0][0]):
+            self.now_s = max(self.now_s, look_at_s)
+            self.act(lambda: self.core.tick(self.now_s, self.observe))
+            return
+        assert self.events, "nothing will ever happen again, and consumers are waiting"
+        self.now_s, _, what = heapq.heappop(self.events)
+        what()
+
+    def act(self, decide: Callable[[], None]) -> None:
+        decide()
+        self.flush()
+        self.core.check()
+        for held in self.held:
+            assert held.place is None or self.memory[held.place] == held.word, "a batch changed while it could be seen"
+
+    def flush(self) -> None:
+        while self.core.outbox:
+            self.carry_out(self.core.outbox[0])
+            self.core.outbox.popleft()
+
+    # --- commands -------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, command: Any) -> None:
+        name = type(command).__name__
+        self.outcomes.add(name)
+        if name != "Warn":
+            getattr(self, f"do_{name}")(command)
+
+    def do_StartWorker(self, command: ev.StartWorker) -> None:
+        worker = SimWorker(command.worker_id, command.incarnation)
+        old = self.workers.get(command.worker_id)
+        assert old is None or not old.answering, "two processes for one worker id"
+        self.workers[command.worker_id] = worker
+        if command.incarnation > 1 and self.rng.random() < self.death_rate:
+            self.later(self.rng.random(), lambda: self.die(worker))
+        else:
+            delay_s = 60.0 if self.rng.random() < 0.02 and self.policy.faults.start_timeout_s else self.rng.random()
+            self.later(delay_s, lambda: self.say(worker, msg.Ready(1, {"pid": 100 + command.incarnation, "length": 100})))
+
+    def do_KillWorker(self, command: ev.KillWorker) -> None:
+        worker = self.workers.get(command.worker_id)
+        if worker is not None and worker.incarnation == command.incarnation:
+            worker.answering = False
+            if self.rng.random() < 0.9:
+                self.later(self.rng.random() * 0.2, lambda: self.die(worker))
+            else:
+                self.later(30.0, lambda: self.die(worker))  # stuck in the kernel for a while
+
+    def do_AbandonWorker(self, command: ev.AbandonWorker) -> None:
+        pass
+
+    def do_SendFill(self, command: ev.SendFill) -> None:
+        worker = self.workers.get(command.worker_id)
+        if worker is not None and worker.incarnation == command.incarnation and worker.answering:
+            assert len(worker.queue) + (worker.running is not None) <= self.policy.prefetch_factor + 8
+            worker.queue.append(command.fill)
+            self.next_fill(worker)
+
+    def do_SendCancel(self, command: ev.SendCancel) -> None:
+        worker = self.workers.get(command.worker_id)
+        if worker is None or worker.incarnation != command.incarnation or not worker.answering:
+            return
+        if worker.kept.get(command.session_id) == command.batch_id:
+            del worker.kept[command.session_id]
+        for fill in list(worker.queue):
+            if fill.serial == command.serial:
+                worker.queue.remove(fill)
+                self.later(0.01, lambda f=fill: self.say(worker, msg.Cancelled(f.serial, f.generation)))  # type: ignore[misc]
+
+    def do_AddSegment(self, command: ev.AddSegment) -> None:
+        used = sum(self.segments.values())
+        limit = self.room if not command.forced else self.room * 2
+        fitting = min(command.num_slots, max(0, limit - used) // command.slot_nbytes)
+        if fitting < command.least:
+            event: Any = ev.SegmentRefused(command.slot_nbytes, "full", self.rng.random() < 0.7)
+        else:
+            segment_id = self.num_events
+            self.num_events += 1
+            self.segments[segment_id] = fitting * command.slot_nbytes
+            for k in range(fitting):
+                self.memory[segment_id, k * command.slot_nbytes] = ("fresh",)
+            event = ev.SegmentAdded(segment_id, command.slot_nbytes, fitting)
+        self.later(self.rng.random() * 0.1, lambda: self.grown(event))
+
+    def grown(self, event: Any) -> None:
+        if getattr(event, "segment_id", None) in self.segments or isinstance(event, ev.SegmentRefused):
+            self.act(lambda: self.core.handle(event, self.now_s))
+
+    def do_DropSegment(self, command: ev.DropSegment) -> None:
+        del self.segments[command.segment_id]
+        for place in [place for place in self.memory if place[0] == command.segment_id]:
+            assert not any(held.place == place for held in self.held), "memory given back that somebody can see"
+            for worker in self.workers.values():
+                running = worker.running
+                assert running is None or not worker.alive or (running.segment_id, running.offset) != place
+            del self.memory[place]
+
+    # --- workers --------------------------------------------------------------------------------------------------------
+
+    def observe(self, worker_id: int) -> ev.WorkerView | None:
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return None
+        if worker.running is None:
+            return ev.WorkerView(-1, -1, 0.0, "idle")
+        return ev.WorkerView(worker.running.serial, 0, worker.began_s, "fetching")
+
+    def say(self, worker: SimWorker, message: Any) -> None:
+        if worker.answering and worker.alive:
+            self.act(lambda: self.core.receive(worker.worker_id, worker.incarnation, message, self.now_s))
+
+    def next_fill(self, worker: SimWorker) -> None:
+        if worker.running is not None or not worker.queue:
+            return
+        fill = worker.running = worker.queue.popleft()
+        worker.began_s = self.now_s
+        self.write(fill, ("half", fill.serial))
+        draw = self.rng.random()
+        if draw < self.death_rate * 0.5:
+            self.later(self.rng.random(), lambda: self.die(worker))
+        elif draw < self.death_rate * 0.5 + self.hang_rate:
+            pass
+        else:
+            self.later(self.rng.random(), lambda: self.end_fill(worker, fill))
+
+    def write(self, fill: msg.Fill, word: Word) -> None:
+        place = (fill.segment_id, fill.offset)
+        if fill.slot_id != msg.NO_SLOT and place in self.memory:
+            assert not any(held.place == place for held in self.held), "a worker writes where somebody can see it"
+            self.memory[place] = word
+
+    def end_fill(self, worker: SimWorker, fill: msg.Fill) -> None:
+        if not worker.alive or worker.running is not fill:
+            return
+        worker.running = None
+        nbytes = self.sizes.setdefault(
+            (fill.session_id, fill.batch_id), self.rng.choice((0, 30, 30, 30, 60)) if self.rng.random() < 0.2 else 30
+        )
+        answer: Any
+        if worker.kept.get(fill.session_id) == fill.batch_id:
+            del worker.kept[fill.session_id]
+        if self.rng.random() < self.fail_rate:
+            answer = msg.Failed(fill.serial, fill.generation, "sample", 0, "ValueError", "bad", "", {})
+        elif nbytes and (fill.slot_id == msg.NO_SLOT or fill.capacity < nbytes):
+            kept = self.rng.random() < 0.8
+            if kept:
+                worker.kept[fill.session_id] = fill.batch_id
+            answer = msg.NeedRoom(fill.serial, fill.generation, nbytes, kept)
+        else:
+            if nbytes:
+                self.write(fill, ("batch", fill.session_id, fill.batch_id))
+            answer = msg.Filled(fill.serial, fill.generation, 0, b"", b"", b"", nbytes, nbytes, 1, 10, 10)
+        self.say(worker, answer)
+        if worker.answering and self.rng.random() < self.death_rate * 0.2:
+            self.die(worker)  # right after its answer
+        self.next_fill(worker)
+
+    def die(self, worker: SimWorker) -> None:
+        if not worker.alive:
+            return
+        if worker.running is not None:
+            self.write(worker.running, ("torn", worker.running.serial))  # it was still writing
+        worker.alive = worker.answering = False
+        running = worker.running
+        death = ev.Death(-9, running.serial if running else -1, 0 if running and self.rng.random() < 0.8 else -1, "fetching")
+        self.act(lambda: self.core.handle(ev.WorkerExited(worker.worker_id, worker.incarnation, death), self.now_s))
+
+    # --- consumer -------------------------------------------------------------------------------------------------------
+
+    def release(self, held: Held) -> None:
+        self.held.remove(held)
+        if held.place is not None:
+            pending = self.rng.random() < 0.2
+            self.act(lambda: self.core.handle(ev.SlotReleased(*held.key, pending), self.now_s))
+            if pending:
+                self.later(self.rng.random(), lambda: self.act(lambda: self.core.handle(ev.SlotCompleted(*held.key), self.now_s)))
+
+    def interrupt(self) -> None:
+        """An exception broke into the middle of a decision: every worker is killed and reaped, the core rebuilt."""
+        for worker in self.workers.values():
+            if worker.alive and worker.running is not None:
+                self.write(worker.running, ("torn", worker.running.serial))
+            worker.alive = worker.answering = False
+        alive = {held.key for held in self.held if held.place is not None}
+        known = set(self.core.slots.segments)
+        for segment_id in [one for one in self.segments if one not in known]:
+            del self.segments[segment_id]
+        self.act(lambda: self.core.recover(alive, set(self.segments), self.now_s))
+
+
+class SimConsumer:
+    """One session's user: asks, holds, lets go, sometimes leaves or is interrupted."""
+
+    def __init__(self, sim: Simulation, session: Session, num_batches: int) -> None:
+        self.sim, self.session, self.num_batches = sim, session, num_batches
+        self.delivered: list[int] = []
+        self.num_pulled = 0
+        self.done = False
+        self.leaves_at = sim.rng.randrange(num_batches) if sim.rng.random() < 0.2 else -1
+        self.since_s = 0.0
+
+    def ask(self) -> None:
+        sim, session = self.sim, self.session
+        if len(self.delivered) == self.leaves_at:
+            sim.act(lambda: sim.core.close_session(session.session_id, sim.now_s))
+            self.done = True
+            return
+        arrived = sim.rng.random() > 0.03
+        if session.in_hand is not None and not arrived:
+            self.lose()
+        sim.act(lambda: sim.core.settle(session, sim.now_s, arrived=True))
+        if sim.rng.random() < 0.01:
+            sim.interrupt()
+        self.pull()
+        self.since_s = sim.now_s
+        self.wait()
+
+    def lose(self) -> None:
+        """The batch in hand never reached the user: it must come again."""
+        session = self.session
+        assert session.in_hand is not None
+        lost = self.delivered.pop()
+        assert lost == session.in_hand.batch_id
+        for held in [held for held in self.sim.held if held.word[1:] == (session.session_id, lost)]:
+            self.sim.release(held)
+        self.sim.act(lambda: self.sim.core.settle(session, self.sim.now_s, arrived=False))
+
+    def pull(self) -> None:
+        target = self.session.num_delivered + 1 + self.sim.policy.num_in_flight
+        while self.num_pulled < min(target, self.num_batches):
+            keys = pack_keys([self.num_pulled * 2, self.num_pulled * 2 + 1], self.num_pulled * 2)
+            batch_id = self.num_pulled
+            self.sim.act(lambda: self.sim.core.submit(self.session.session_id, batch_id, keys, self.sim.now_s))  # noqa: B023
+            self.num_pulled += 1
+        self.session.ended = self.num_pulled == self.num_batches
+
+    def wait(self) -> None:
+        sim, session = self.sim, self.session
+        batch = session.head()
+        if batch is not None:
+            self.take(batch)
+        elif session.finished():
+            self.end()
+        elif sim.core.is_lost or sim.core.start_fault is not None:
+            sim.lost = self.done = True
+        else:
+            if sim.core.is_starved(session) and sim.rng.random() < 0.5:
+                self.unstarve()
+            assert sim.now_s - self.since_s < 400, f"a consumer waited {sim.now_s - self.since_s:.0f} s"
+            sim.later(0.1 + sim.rng.random(), self.wait)
+
+    def unstarve(self) -> None:
+        """The ring is full: the user is told and lets something go, or others free room."""
+        sim = self.sim
+        if sim.held:
+            sim.release(sim.held[0])
+        elif not any(other.num_pulled and not other.done for other in sim.sessions if other is not self):
+            limit = sim.room // 2
+            assert sim.core.refusal is not None
+            if sim.core.refusal.slot_nbytes > limit:
+                sim.lost = self.done = True  # two slots of this size can never be had: an error for the user
+                sim.act(lambda: sim.core.close_session(self.session.session_id, sim.now_s))
+                return
+        sim.act(lambda: sim.core.retry_growth(sim.now_s))
+
+    def take(self, batch: Batch) -> None:
+        sim, session = self.sim, self.session
+        slot = sim.core.slots.by_id.get(batch.slot_id)
+        place = None if slot is None or batch.fault is not None else (slot.segment_id, slot.offset)
+        word: Word = ("batch", session.session_id, batch.batch_id)
+        if place is not None:
+            assert sim.memory[place] == word, f"batch {batch.batch_id} is {sim.memory[place]}"
+            assert slot is not None
+            key = (slot.slot_id, slot.generation)
+        else:
+            key = (-1, -1)
+        sim.act(lambda: sim.core.hand_over(session, batch, sim.now_s))
+        if batch.fault is None:
+            sim.held.append(Held(key, place, word))
+        self.delivered.append(batch.batch_id)
+        while len(sim.held) > sim.max_held:
+            sim.release(sim.held[0])
+        sim.later(sim.rng.random() * 0.5, self.ask)
+
+    def end(self) -> None:
+        expected = list(range(self.num_batches))
+        got = self.delivered if self.session.in_order else sorted(self.delivered)
+        assert got == expected, f"delivered {self.delivered} of {self.num_batches}"
+        self.sim.act(lambda: self.sim.core.close_session(self.session.session_id, self.sim.now_s))
+        self.done = True
