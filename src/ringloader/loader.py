@@ -240,7 +240,7 @@ class Loader:
         """The engine, started."""
         if self._engine is None:
             engine = Engine(self._options.policy, self._make_backend, self._options.max_ring_bytes, self._wrap)
-            weakref.finalize(self, engine.post_close).atexit = False
+            engine.belong_to(self)
             self._engine = engine
         self._engine.start()
         return self._engine
@@ -307,7 +307,7 @@ class LoaderIterator(Iterator[Any]):
         self._num_pulled = 0
         self._arrived = True
         self._is_over = False
-        weakref.finalize(self, engine.post_close_session, session.session_id).atexit = False
+        engine.follow(self, session)
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -353,7 +353,7 @@ class LoaderIterator(Iterator[Any]):
     def _end(self) -> None:
         self._is_over = True
         self._loader._skipped += [key for key in self._session.skipped if key not in self._loader._skipped]
-        self._engine.post_close_session(self._session.session_id)
+        self._engine.close_session(self._session)
         self._loader._ended(self._engine)
 
 

@@ -704,6 +704,13 @@ def test_b87_too_much_text_is_refused_with_its_size(monkeypatch: pytest.MonkeyPa
         make(["x" * 60] * 2)
 
 
+def test_b87_array_beside_text_is_refused_with_its_path() -> None:
+    """torch hands a column over as it is if the first value is text; what cannot travel in a message is named."""
+    assert collated([("a",), ("b",), (1,)]) == [("a", "b", 1)]
+    with pytest.raises(LayoutError, match=r"sample\[0\] is of type numpy.ndarray in sample 101, but of type str in sample 100"):
+        make([("a",), (np.ones(2),)])
+
+
 class Opaque:
     """A type without a rule."""
 

@@ -176,6 +176,11 @@ class Scheduler:
         """No worker is left."""
         return all(worker.state is WorkerState.GIVEN_UP for worker in self.workers.all)
 
+    @property
+    def wants_room(self) -> bool:
+        """A batch waits for a slot, and the ring may not grow."""
+        return self.refusal is not None and any(session.oldest_waiting() is not None for session in self.sessions.values())
+
     def is_starved(self, session: Session) -> bool:
         """The session's oldest missing batch gets no slot before the user lets one go or the ring may grow."""
         return session.starved and self.refusal is not None
@@ -561,6 +566,8 @@ class Scheduler:
     def _room_for_oldest(self, session: Session, need: int) -> bool:
         """Room for the oldest missing batch comes first: revoke younger ready batches, youngest first, before giving up."""
         younger = session.youngest_ready()
+        if younger is not None and not session.in_order:
+            return False  # it can be handed over as it is, and its slot comes back that way
         if younger is not None:
             slot_id = younger.slot_id
             session.wait(younger)

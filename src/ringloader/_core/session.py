@@ -74,6 +74,7 @@ class Session:
         self.batches: dict[int, Batch] = {}
         self.in_hand: Batch | None = None
         self.num_delivered = 0
+        self._num_with_hand = 0
         self.ended = False  # the sampler has no more
         self.slot_nbytes: int | None = None  # what the next Fill's slot must hold; None until a batch was made
         self.awaited = False  # its consumer is blocked
@@ -139,14 +140,16 @@ class Session:
 
     def hand_over(self, batch: Batch) -> None:
         """The batch goes to the user; it is in hand until `acknowledge`."""
+        self._num_with_hand = self.num_delivered + 1
         self.in_hand = batch
         del self.batches[batch.batch_id]
 
     def acknowledge(self) -> None:
         """What was in hand has arrived."""
         if self.in_hand is not None:
+            # In this order, so that an interrupt in between counts it neither twice nor never.
+            self.num_delivered = self._num_with_hand
             self.in_hand = None
-            self.num_delivered += 1
 
     def take_back(self) -> None:
         """What was in hand never arrived: make it again, as the oldest."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from ringloader._core import dtypes
 from ringloader._core.layout import Kind, LeafType, Node, leaf_type
+from ringloader._core.values import encode
 from ringloader._runtime.containers import CONTAINERS, Rule, name_of, rule_of
 from ringloader._runtime.structure import ADVICE, Keys, Leaf, describe
 from ringloader.errors import LayoutError
@@ -138,9 +139,11 @@ def gather(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker, strict: 
     """Return what becomes of one leaf of all samples. Raises LayoutError; without `strict`, `Source.write` may raise later."""
     kind = type(values[0])
     rule = rule_of(kind)
-    if rule is Rule.TEXT:
-        return Inline(values if leaf.in_sequence else list(values))
     kinds = set(map(type, values))
+    if rule is Rule.TEXT:
+        if any(rule_of(other) is not Rule.TEXT for other in kinds):
+            _check_plain(values, leaf, keys)
+        return Inline(values if leaf.in_sequence else list(values))
     if rule is Rule.NUMBER:
         if len(kinds) == 1 or all(rule_of(other) is Rule.NUMBER for other in kinds):
             return _numbers(values, kinds, leaf, keys)
@@ -150,6 +153,15 @@ def gather(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker, strict: 
     elif rule is Rule.TENSOR and all(rule_of(other) is Rule.TENSOR for other in kinds):
         return _tensor_rows(values, kinds, leaf, keys, asker, strict)
     return _irregular(values, leaf, keys, asker)
+
+
+def _check_plain(values: Sequence[Any], leaf: Leaf, keys: Keys) -> None:
+    """Refuse what torch would hand over as it is, beside text, but a message cannot carry."""
+    for row, value in enumerate(values):
+        try:
+            encode(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _refuse_types(leaf, keys, row, type(values[0]), type(value)) from error
 
 
 def _arrays(values: Sequence[np.ndarray], kind: type, leaf: Leaf, keys: Keys, strict: bool) -> Source:
@@ -251,7 +263,7 @@ def _number_dtype(values: Sequence[Any], kinds: set[type]) -> str | None:
         return _EXACT[first]
     if issubclass(first, float) and not issubclass(first, np.generic):
         # torch's rule for a leading float; it would drop an imaginary part.
-        return None if any(issubclass(kind, (complex, np.complexfloating)) for kind in kinds) else "float64"
+        return None if any(issubclass(kind, (np.complexfloating, np.timedelta64)) for kind in kinds) else "float64"
     names = [_scalar_dtype(kind) for kind in (dict.fromkeys(map(type, values)))]
     known = [name for name in names if name is not None]
     common = dtypes.promote_all(known) if len(known) == len(names) else None

@@ -6,7 +6,7 @@ broadcast it), a row of another dtype or type is reported, not cast. Must not im
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from ringloader._core.layout import LeafType, leaf_type
 from ringloader._runtime.columns import refuse_shape
 from ringloader._runtime.containers import Rule, rule_of
 from ringloader._runtime.structure import Keys
+
+# Turns a tensor of this dtype into an array, or returns None for any other value.
+AsArray = Callable[[Any, str], np.ndarray | None]
 
 
 class PlacedRows:
@@ -37,41 +40,29 @@ class PlacedRows:
 class DirectRows:
     """One leaf's rows in the slot: `out` is an array over them with the batch as its first dimension."""
 
-    __slots__ = ("_is_array", "_leaf", "_out", "_shape", "offset", "row_nbytes")
+    __slots__ = ("_as_array", "_leaf", "_out", "_shape", "offset", "row_nbytes")
 
-    def __init__(self, out: np.ndarray, leaf: LeafType, offset: int, is_array: bool) -> None:
+    def __init__(self, out: np.ndarray, leaf: LeafType, offset: int, as_array: AsArray | None) -> None:
         self.offset = offset
         self.row_nbytes = out.nbytes // max(1, out.shape[0])
         self._out = out
         self._leaf = leaf
         self._shape = out.shape[1:]
-        self._is_array = is_array
+        self._as_array = as_array
 
     def write_row(self, row: int, value: Any, path: str, keys: Keys) -> bool:
         """Copy a row; return False, having done nothing, if it is not of this leaf's type and dtype.
 
         Raises LayoutError for another shape.
         """
-        if not self._is_array:
-            return self._write_tensor(row, value, path, keys)
-        if type(value) is not np.ndarray or value.dtype != self._out.dtype:
+        # After a large row nothing is in the cache: each look at a tensor costs a microsecond, so there are few.
+        array = value if self._as_array is None else self._as_array(value, self._leaf.dtype)
+        if type(array) is not np.ndarray or array.dtype != self._out.dtype:
             return False
-        if value.shape != self._shape:
-            raise refuse_shape(path, keys, row, self._shape, value.shape)
+        if array.shape != self._shape:
+            raise refuse_shape(path, keys, row, self._shape, array.shape)
         # With the ellipsis a row of no dimensions is a view, too.
-        self._out[row, ...] = value
-        return True
-
-    def _write_tensor(self, row: int, value: Any, path: str, keys: Keys) -> bool:
-        from ringloader._runtime import tensors
-
-        if rule_of(type(value)) is not Rule.TENSOR or not tensors.is_plain(value):
-            return False
-        if tensors.dtype_name(value.dtype) != self._leaf.dtype:
-            return False
-        if value.shape != self._shape:
-            raise refuse_shape(path, keys, row, self._shape, value.shape)
-        self._out[row, ...] = tensors.as_array(value)
+        self._out[row, ...] = array
         return True
 
     def placed(self, num_rows: int) -> PlacedRows:
@@ -83,7 +74,7 @@ class DirectRows:
         """Return copies of the first rows, as arrays or tensors of their own."""
         held = self._out[:num_rows].copy()
         rows = [held[row, ...] for row in range(num_rows)]
-        if self._is_array:
+        if self._as_array is None:
             return rows
         from ringloader._runtime import tensors
 
@@ -93,7 +84,11 @@ class DirectRows:
 def direct_rows(first: Any, leaf: LeafType, shape: tuple[int, ...], slot: np.ndarray, offset: int) -> DirectRows:
     """Return the rows of a leaf of `shape` at `offset`; `first` is its first row."""
     out = np.ndarray(shape, dtypes.storage_of(leaf.dtype), slot, offset)
-    return DirectRows(out, leaf, offset, isinstance(first, np.ndarray))
+    if isinstance(first, np.ndarray):
+        return DirectRows(out, leaf, offset, None)
+    from ringloader._runtime import tensors
+
+    return DirectRows(out, leaf, offset, tensors.try_as_array)
 
 
 def row_nbytes(value: Any) -> int:

@@ -51,6 +51,11 @@ _QUIET_S = 10.0
 # How long a full ring may be waited for when other threads could let something go.
 _FULL_WAIT_S = 10.0
 _EXIT_STOP_S = 0.3
+# How often to look for released slots while a batch waits for one.
+_ROOM_LOOK_S = 0.02
+_REPAIR_LOOK_S = 1.0
+# How often the idle thread looks whether its loader is still there.
+_OWNER_LOOK_S = 1.0
 _MAX_PLANS = 1024
 _EMPTY = np.empty(0, np.uint8)
 
@@ -64,16 +69,19 @@ class Engine:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.backend = make_backend(self.wake_fd)
         self.scheduler = Scheduler(policy)
-        self.ring = Ring(self.wake_fd, ring_limit, debug=os.environ.get("RINGLOADER_DEBUG") == "1")
+        self.ring = Ring(ring_limit, debug=os.environ.get("RINGLOADER_DEBUG") == "1")
         self.copied_nbytes = self.num_samples = self.num_recoveries = 0
+        self.owner_pid = os.getpid()
         self._wrap = wrap
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._thread_wanted = threading.Condition(self._lock)
+        self._changed = _Bell()
+        self._thread_wanted = _Bell()
         self._thread: threading.Thread | None = None
         self._jobs: deque[ev.Command] = deque()
         self._notes: deque[str] = deque()
-        self._abandoned: deque[int] = deque()  # sessions whose iterator was dropped; filled by finalizers
+        self._abandoned: deque[_Follower] = deque()  # sessions whose iterator is gone
+        self._followers: dict[int, _Follower] = {}
+        self._owner: weakref.ref[Any] | None = None
         self._growth: ev.AddSegment | None = None
         self._grown: ev.SegmentAdded | ev.SegmentRefused | None = None
         self._leader = 0  # thread id, 0: nobody
@@ -91,12 +99,17 @@ class Engine:
     def start(self) -> None:
         """Start the workers, if they are not started."""
         self._check_usable()
-        with self._changed:
+        with self._lock:
             if self._thread is None and not self.backend.is_inline:
                 _register_exit_hook()
                 self._thread = threading.Thread(target=self._watch, name="ringloader", daemon=True)
                 self._thread.start()
         self._step((), lambda: self.scheduler.start(time.monotonic()))
+
+    def belong_to(self, owner: Any) -> None:
+        """Close once `owner` is gone."""
+        self._owner = weakref.ref(owner)
+        weakref.finalize(owner, self.post_close).atexit = False
 
     def dataset_facts(self) -> dict[str, Any]:
         """Wait until a worker has built the dataset and return its facts. Raises FactoryError when that fails."""
@@ -112,11 +125,19 @@ class Engine:
         self._step((), lambda: self.scheduler.open_session(session))
         return session
 
-    def post_close_session(self, session_id: int) -> None:
-        """Have a session closed by whoever pumps next; safe in a finalizer."""
-        if os.getpid() == self.ring.returns.owner_pid:
-            self._abandoned.append(session_id)
-            self._kick()
+    def follow(self, iterator: Any, session: Session) -> None:
+        """Have the session closed once its iterator is gone."""
+        # The callback is the append of a deque: as with leases, Python code there could be broken into by a signal.
+        follower = _Follower(iterator, self._abandoned.append)
+        follower.session_id = session.session_id
+        self._followers[session.session_id] = follower
+
+    def close_session(self, session: Session) -> None:
+        self._step((), lambda: self._drop_session(session.session_id))
+
+    def _drop_session(self, session_id: int) -> None:
+        self._followers.pop(session_id, None)
+        self.scheduler.close_session(session_id, time.monotonic())
 
     def submit(self, session: Session, batches: Iterable[tuple[int, ev.Keys]], *, ended: bool) -> None:
         """Hand in the next batches of a session; again for the same ids changes nothing."""
@@ -168,10 +189,10 @@ class Engine:
         """End workers and thread, give memory back. Views that the user holds stay valid. A second call changes nothing."""
         if self._is_foreign:
             return
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
-            self._thread_wanted.notify_all()
+            self._changed.ring()
+            self._thread_wanted.ring()
         self._kick()
         thread = self._thread
         if thread is None:
@@ -183,7 +204,7 @@ class Engine:
 
     def post_close(self) -> None:
         """Have the engine closed by its own thread; safe in a finalizer, which may run on that very thread."""
-        if os.getpid() == self.ring.returns.owner_pid and not self._is_foreign:
+        if os.getpid() == self.owner_pid and not self._is_foreign:
             self._close_posted = True
             self._kick()
             if self._thread is None:
@@ -281,7 +302,7 @@ class Engine:
         others = threading.active_count() - (1 if self._thread is None else 2)
         if others > 0 and waited_s < _FULL_WAIT_S:
             return
-        if self.ring.returns.released:
+        if self.ring.ended:
             return
         with self._lock:
             if self.scheduler.is_starved(session):
@@ -303,16 +324,19 @@ class Engine:
     def _wait(self, timeout_s: float | None, session: Session | None) -> list[tuple[int, int]]:
         """Wait for facts as the leader, or for whoever leads; returns what `_step` is to collect."""
         me = threading.get_ident()
-        with self._changed:
+        with self._lock:
             # A leader that is this very thread was interrupted before it could step down.
-            if self._leader not in (0, me):
-                if timeout_s == 0.0:
-                    return []
+            follows = self._leader not in (0, me)
+            if follows:
                 self._kick()
-                self._changed.wait(timeout_s)
-                return []
-            self._leader = me
-            timeout_s = self._bounded(timeout_s)
+                waiter = self._changed.waiter()
+            else:
+                self._leader = me
+                timeout_s = self._bounded(timeout_s)
+        if follows:
+            if timeout_s != 0.0:
+                waiter.acquire(timeout=-1 if timeout_s is None else timeout_s)
+            return []
         try:
             if self.backend.is_inline:
                 self._run_jobs()
@@ -320,18 +344,18 @@ class Engine:
             ready: list[tuple[int, int]] = self.backend.wait(0.0 if grown and not self.backend.is_inline else timeout_s)
             return ready
         finally:
-            with self._changed:
+            with self._lock:
                 self._leader = 0
                 self._last_pump_s = time.monotonic()
-                self.ring.returns.is_awaited = False
-                self._changed.notify_all()
+                self._changed.ring()
 
     def _bounded(self, timeout_s: float | None) -> float | None:
         """How long the leader may sleep: not past the next look, and not at all when something waits here already."""
-        returns = self.ring.returns
-        returns.is_awaited = timeout_s != 0.0
-        if returns.released or self._abandoned or self._dirty or self._is_closed:
+        if self.ring.ended or self._abandoned or self._dirty or self._is_closed:
             return 0.0 if not self.backend.is_inline else timeout_s
+        if self.scheduler.wants_room and timeout_s != 0.0:
+            # Nothing tells when the user lets a batch go: what could (a callback in Python) is not safe from signals.
+            timeout_s = _ROOM_LOOK_S if timeout_s is None else min(timeout_s, _ROOM_LOOK_S)
         look_at_s = self.scheduler.workers.look_at_s
         if look_at_s is not None and timeout_s != 0.0:
             until_look_s = max(0.0, look_at_s - time.monotonic())
@@ -349,29 +373,40 @@ class Engine:
 
     def _step(self, ready: Iterable[tuple[int, int]], ask: Callable[[], Any] | None = None) -> Any:
         """Take in facts, decide, send; all under the lock. Returns what `ask` gives."""
-        with self._changed:
-            if self._dirty:
-                self._repair()
-            self._dirty = True
-            now_s = time.monotonic()
-            if not self._is_closed:
-                self._take_in(ready, now_s)
-            got = ask() if ask is not None else None
-            self._flush()
-            self._dirty = False
+        while True:
+            with self._lock:
+                if not self._dirty or self._repairs():
+                    got = self._change(ready, ask)
+                    break
+                waiter = self._changed.waiter()
+                self._kick()
+                self._thread_wanted.ring()
+            waiter.acquire(timeout=_REPAIR_LOOK_S)
+            self._raise_if_dead()
         if self._notes:
             self._log_notes()
+        return got
+
+    def _change(self, ready: Iterable[tuple[int, int]], ask: Callable[[], Any] | None) -> Any:
+        """One change of state. Held: the lock. An exception that is not `ask`'s own leaves the mark for a repair."""
+        self._dirty = True
+        if not self._is_closed:
+            self._take_in(ready, time.monotonic())
+        got = ask() if ask is not None else None
+        self._flush()
+        self._dirty = False
         return got
 
     def _take_in(self, ready: Iterable[tuple[int, int]], now_s: float) -> None:
         scheduler = self.scheduler
         for fact in self.backend.collect(ready):
             self._tell(fact, now_s)
-        if self.ring.returns.released:
+        if self.ring.ended:
             for key in self.ring.drain():
                 self._released(key)
         while self._abandoned:
-            scheduler.close_session(self._abandoned.popleft(), now_s)
+            self._drop_session(self._abandoned[0].session_id)
+            self._abandoned.popleft()
         if self._grown is not None:
             grown, self._grown = self._grown, None
             scheduler.handle(grown, now_s)
@@ -455,7 +490,7 @@ class Engine:
         else:
             self._jobs.append(command)
             self._kick()
-            self._thread_wanted.notify_all()
+            self._thread_wanted.ring()
 
     def _send_fill(self, command: ev.SendFill) -> None:
         fill = command.fill
@@ -466,13 +501,6 @@ class Engine:
 
     def _repair(self) -> None:
         """An exception broke into a change of state: start again from facts. Held: the lock."""
-        if self._thread is not None and threading.current_thread() is not self._thread:
-            while self._dirty and not self._is_closed:
-                self._thread_wanted.notify_all()
-                self._kick()
-                self._changed.wait(1.0)
-                self._raise_if_dead()
-            return
         self.backend.kill_all()
         self.ring.drain()
         self._jobs.clear()
@@ -488,7 +516,14 @@ class Engine:
         self.scheduler.recover(self.ring.alive(), set(self.ring.segments), time.monotonic())
         self._flush()
         self._dirty = False
-        self._changed.notify_all()
+        self._changed.ring()
+
+    def _repairs(self) -> bool:
+        """Repair if that is for this thread to do; True when it is done. Held: the lock."""
+        if self._thread is not None and threading.current_thread() is not self._thread and not self._is_closed:
+            return False
+        self._repair()
+        return True
 
     def _raise_if_dead(self) -> None:
         if self._failure is not None:
@@ -507,22 +542,26 @@ class Engine:
             self._failure = error
         finally:
             self._shut(self.__dict__.get("_stop_s", STOP_S))
-            with self._changed:
-                self._changed.notify_all()
+            with self._lock:
+                self._changed.ring()
 
     def _watch_once(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._dirty:
                 self._repair()
             absent_s = time.monotonic() - self._last_pump_s
             idle = self._leader == 0 and absent_s >= _ABSENT_S
-            if not self._jobs and not idle and not self._is_closed:
-                self._thread_wanted.wait(_ABSENT_S if self._leader else max(0.001, _ABSENT_S - absent_s))
-        if self._jobs:
+            waiter = self._thread_wanted.waiter()
+            # The finalizer of the loader tells at once; should a signal break into it, this does.
+            self._close_posted = self._close_posted or (self._owner is not None and self._owner() is None)
+            is_wanted = bool(self._jobs) or self._is_closed or self._close_posted
+            pause_s = _ABSENT_S if self._leader else _ABSENT_S - absent_s
+        if is_wanted:
             self._run_jobs()
         elif idle:
-            ready = self._wait(None, None)
-            self._step(ready)
+            self._step(self._wait(_OWNER_LOOK_S, None))
+        else:
+            waiter.acquire(timeout=max(0.001, pause_s))
 
     def _run_jobs(self) -> None:
         """Start and kill processes, outside the lock; take the result in under it."""
@@ -534,7 +573,7 @@ class Engine:
                 self.backend.kill_worker(command.worker_id, command.incarnation, dump=command.dump)
             elif isinstance(command, ev.AbandonWorker):
                 self.backend.abandon_worker(command.worker_id, command.incarnation)
-            with self._changed:
+            with self._lock:
                 if self._jobs and self._jobs[0] is command:
                     self._jobs.popleft()
 
@@ -570,23 +609,23 @@ class Engine:
     # --- ends -----------------------------------------------------------------------------------------------------------
 
     def _shut(self, stop_s: float) -> None:
-        with self._changed:
+        with self._lock:
             if self.wake_fd < 0:
                 return
             self._is_closed = True
             self.scheduler.stop()
             self._jobs.clear()
         self.backend.stop(stop_s)
-        with self._changed:
+        with self._lock:
             self.ring.close()
             self.backend.close()
             wake_fd, self.wake_fd = self.wake_fd, -1
             os.close(wake_fd)
-            self._changed.notify_all()
+            self._changed.ring()
 
     def _check_usable(self) -> None:
-        if self._is_foreign or os.getpid() != self.ring.returns.owner_pid:
-            owner = self.ring.returns.owner_pid
+        if self._is_foreign or os.getpid() != self.owner_pid:
+            owner = self.owner_pid
             raise ClosedError(f"the loader belongs to process {owner}; make a new one in this process", owner_pid=owner)
         if self._is_closed:
             if self._failure is not None:
@@ -596,7 +635,37 @@ class Engine:
     def disown(self) -> None:
         """In a forked child: this engine is the parent's. No lock of it may be taken, nothing sent."""
         self._is_foreign = True
-        self.ring.returns.wake_fd = self.wake_fd = -1
+        self.wake_fd = -1
+
+
+class _Follower(weakref.ref):  # type: ignore[type-arg]
+    """Weak reference to an iterator that knows its session."""
+
+    __slots__ = ("session_id",)
+
+    session_id: int
+
+
+class _Bell:
+    """Wakes every thread that waits for it.
+
+    In place of `threading.Condition`, whose methods are Python code: a KeyboardInterrupt inside its `__enter__` or `__exit__`
+    leaves the lock held for ever. `waiter` and `ring` are called under the engine's lock, `acquire` on the waiter outside it.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[threading.Lock] = []
+
+    def waiter(self) -> threading.Lock:
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        return waiter
+
+    def ring(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.release()
 
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -48,7 +48,11 @@ class CancelledFill(Exception):
 
 
 class Filler:
-    """Answers Fills from one dataset. `catch` are the exceptions that count as the sample's: the rest ends the worker."""
+    """Answers Fills from one dataset.
+
+    `catch` are the exceptions that count as the sample's: the rest ends the worker. `defines_once`: a layout's definition goes
+    with its first batch only; False where an answer can be lost without the worker (inline, to an interrupt).
+    """
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class Filler:
         *,
         seed_per: str = "batch",
         catch: type[BaseException] = BaseException,
+        defines_once: bool = True,
     ) -> None:
         self._dataset = dataset
         self._collator = collator
@@ -68,6 +73,7 @@ class Filler:
         self._page = page
         self._seed_samples = seed_per == "sample"
         self._catch = catch
+        self._defines_once = defines_once
         self._epoch: int | None = None
         self._kept: dict[int, _Kept] = {}
         self._layout_ids: OrderedDict[Layout, int] = OrderedDict()
@@ -165,6 +171,8 @@ class Filler:
         )
 
     def _layout_id(self, layout: Layout) -> tuple[int, bytes]:
+        if not self._defines_once:
+            return 0, layout.to_wire()
         known = self._layout_ids.get(layout)
         if known is not None:
             self._layout_ids.move_to_end(layout)

@@ -78,7 +78,14 @@ class InlinePool:
             dataset, collator = self._build()
             self._info.dataset = dataset
             self._filler = Filler(
-                dataset, collator, self._seeder, self._info, self._page, seed_per=self._seed_per, catch=Exception
+                dataset,
+                collator,
+                self._seeder,
+                self._info,
+                self._page,
+                seed_per=self._seed_per,
+                catch=Exception,
+                defines_once=False,
             )
             length = len(dataset) if hasattr(dataset, "__len__") else -1
         except Exception as error:

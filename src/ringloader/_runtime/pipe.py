@@ -37,9 +37,12 @@ class _Reader:
         """Take one chunk from the socket; `was_full` then says whether more may wait. Raises BlockingIOError, Closed or
         ProtocolError."""
         # CMSG_CLOEXEC: a child started by the user's code must not inherit a segment.
-        chunk, ancillary, message_flags, _ = self._sock.recvmsg(
-            _CHUNK_NBYTES, _ANCILLARY_NBYTES, flags | socket.MSG_CMSG_CLOEXEC
-        )
+        try:
+            chunk, ancillary, message_flags, _ = self._sock.recvmsg(
+                _CHUNK_NBYTES, _ANCILLARY_NBYTES, flags | socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError:
+            raise Closed from None  # it left without reading what was sent
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
@@ -139,10 +142,10 @@ class NonBlockingPipe:
                 found += self._reader.read(0)
             except BlockingIOError:
                 return found
-            except (Closed, ConnectionResetError):
+            except Closed:
                 if found:
                     return found
-                raise Closed from None
+                raise
             # A short read has emptied the socket; asking again would be a system call per message.
             if not drain and not self._reader.was_full:
                 return found

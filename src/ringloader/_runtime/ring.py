@@ -1,17 +1,16 @@
 """The ring: segments of slots, and the leases of what the user holds.
 
 Owns the segments of one loader and every lease on them. A lease ends when the last array or tensor over the slot is gone, which
-Python tells through a weak reference to the slot's root array; its callback may run on any thread, in the middle of anything, so
-it does nothing but append to a deque and write to an eventfd. Closing a ring never invalidates a view: each root keeps its
-segment mapped. Must not take a lock in the callback, and must not know sessions.
+Python tells through a weak reference to the slot's root array. Its callback may run on any thread, in the middle of anything, so
+it is the append of a deque and nothing else: code of C, which neither a signal nor another thread can break into. (A callback
+written in Python lost the release, and the KeyboardInterrupt with it, when Ctrl-C fell inside.) Closing a ring never invalidates
+a view: each root keeps its segment mapped. Must not know sessions.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,30 +36,12 @@ class Lease(weakref.ref):  # type: ignore[type-arg]
     leaves: list[weakref.ref[Any]]
 
 
-@dataclass(slots=True)
-class Returns:
-    """Where ended leases wait to be drained: filled by callbacks on any thread, emptied by whoever pumps."""
-
-    wake_fd: int
-    owner_pid: int = field(default_factory=os.getpid)
-    released: deque[tuple[int, int]] = field(default_factory=deque)
-    is_awaited: bool = False
-
-    def post(self, lease: Lease) -> None:
-        """Callback of a lease. Nothing here may lock, log, send or raise: garbage collection runs it anywhere."""
-        # After a fork the copy in the child must not speak for the parent's batches.
-        if os.getpid() == self.owner_pid:
-            self.released.append((lease.slot_id, lease.generation))
-            if self.is_awaited and self.wake_fd >= 0:
-                os.eventfd_write(self.wake_fd, 1)
-
-
 class Ring:
     """Segments of slots with their leases; `limit` bounds the bytes of all rings of this process."""
 
-    def __init__(self, wake_fd: int, limit: int, *, debug: bool = False) -> None:
-        self.returns = Returns(wake_fd)
+    def __init__(self, limit: int, *, debug: bool = False) -> None:
         self.limit = limit
+        self.ended: deque[Lease] = deque()  # leases that are over, until `drain`
         self.segments: dict[int, Segment] = {}
         self.leases: dict[tuple[int, int], Lease] = {}
         self._debug = debug
@@ -112,20 +93,20 @@ class Ring:
 
     def lend(self, slot: Slot, root: np.ndarray[Any, Any], leaves: list[Any]) -> None:
         """Note that views of `root` are about to reach the user."""
-        lease = Lease(root, self.returns.post)
+        lease = Lease(root, self.ended.append)
         lease.slot_id, lease.generation, lease.nbytes = slot.slot_id, slot.generation, root.nbytes
         lease.leaves = [weakref.ref(leaf) for leaf in leaves]
         self.leases[slot.slot_id, slot.generation] = lease
 
     def drain(self) -> list[tuple[int, int]]:
         """Return the (slot id, generation) of every lease that has ended since."""
-        ended: list[tuple[int, int]] = []
-        released = self.returns.released
-        while released:
-            key = released.popleft()
+        keys: list[tuple[int, int]] = []
+        while self.ended:
+            lease = self.ended.popleft()
+            key = (lease.slot_id, lease.generation)
             self.leases.pop(key, None)
-            ended.append(key)
-        return ended
+            keys.append(key)
+        return keys
 
     def mark_free(self, slot: Slot) -> None:
         """In debug mode, make reading a batch after its release visible."""
@@ -159,7 +140,6 @@ class Ring:
         """Give every segment back. Leases that are alive keep their mapping and end in silence."""
         for segment_id in list(self.segments):
             self.drop_segment(segment_id)
-        self.returns.wake_fd = -1
 
 
 def _describe(leaf: Any) -> str:

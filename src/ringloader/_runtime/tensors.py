@@ -132,6 +132,20 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
+def try_as_array(value: Any, dtype: str) -> np.ndarray | None:
+    """Return a plain tensor of this dtype as an array over its memory, None for any other value, in few looks."""
+    if type(value) is not torch.Tensor or value.dtype is not _DTYPES[dtype]:
+        return None
+    try:
+        if dtypes.is_torch_only(dtype):
+            return as_array(value) if is_plain(value) else None
+        array: np.ndarray = value.numpy()
+    except (RuntimeError, TypeError):
+        # On a device, sparse, nested, lazily conjugated, or with gradient.
+        return None
+    return array
+
+
 def from_array(array: np.ndarray, dtype: str) -> torch.Tensor:
     """Return a tensor over the memory of an array that carries the bytes of `dtype`."""
     tensor = torch.from_numpy(array)

@@ -1,0 +1,1 @@
+"""Benchmarks: run from the top of the repository, as `python -m benchmarks.bench_throughput`."""

@@ -1,0 +1,277 @@
+"""How many batches per second does ringloader deliver, beside torch's DataLoader and beside what the machine can do at all?
+
+Method. Five workloads (benchmarks/workloads.py), the same dataset class for all. Every measurement is a process of its own
+(benchmarks/measure.py): it loads one epoch that is not counted, then whole epochs for at least `--seconds`. All take turns
+within each round, beginning with another one each time, so that a slow minute of the machine falls on all of them. Given are
+the median and the range over the rounds, and ratios of medians.
+
+DataLoader is shown at its best: persistent workers started by fork, with the fastest of several settings for workers and
+prefetch that a short first pass measures on each workload; the table names it. Where no workers at all (`inline`) are its
+fastest, it has a row for each, and so has ringloader: inline nothing is loaded while the training step runs, which a consumer
+that does nothing can't show. `memcpy` is as many processes copying as many bytes per batch from memory into shared memory, row
+by row or as a block, whichever is faster; `getitem` is as many processes that only call `dataset[i]`. "of limit" compares with
+the lower of the two. SPDL is measured too where it is installed.
+
+`start`: from making a loader with 4 workers on a small dataset to its first batch, and the workers' memory (PSS without shared
+segments); imports are not part of it, their time is in the JSON. `epoch`: from `iter` to the first batch of a later epoch,
+less the time that one batch takes inline.
+
+    python -m benchmarks.bench_throughput --json throughput.json
+    python -m benchmarks.bench_throughput --workloads arrays jpeg --consume sum --rounds 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.workloads import SMALL, WORKLOADS
+
+_ROOT = Path(__file__).resolve().parent.parent
+_SECTIONS = ("throughput", "start", "epoch")
+_LIMITS = ("memcpy", "getitem")
+_RATIOS = ("ratio_to_dataloader_workers", "ratio_to_dataloader", "ratio_to_limit")
+# A measurement takes seconds; one that takes this long hangs, and the others should still be made.
+_TIMEOUT_S = 180
+_NUM_START_WORKERS = 4
+_QUICK_NUM_BATCHES = 8
+
+Measured = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A row of the table: what is measured, with which setting."""
+
+    name: str
+    workload: str
+    num_workers: int
+    prefetch_factor: int = 2
+
+    @property
+    def setting(self) -> str:
+        """The setting in words."""
+        if self.name in _LIMITS:
+            return f"{self.num_workers} processes"
+        if self.name == "SPDL threads":
+            return f"{self.num_workers} threads"
+        return f"{self.num_workers} workers, prefetch {self.prefetch_factor}" if self.num_workers else "inline"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table per section, write JSON if asked. Returns 1 when a measurement failed."""
+    args = _parse(argv)
+    facts = report.machine()
+    result: dict[str, Any] = {"machine": facts, "options": {**vars(args), "json": None}, "failures": []}
+    for section in args.sections:
+        result[section] = _SECTION_BODIES[section](args, result["failures"])
+    print(report.machine_line(facts))
+    if args.json is not None:
+        report.write_json(args.json, result)
+    for failure in result["failures"]:
+        print(f"failed: {failure}", file=sys.stderr)
+    return 1 if result["failures"] else 0
+
+
+def throughput(args: argparse.Namespace, failures: list[str]) -> list[dict[str, Any]]:
+    """Batches per second of every contender on every workload."""
+    contenders = [contender for name in args.workloads for contender in _contenders(args, name, failures)]
+    measured = _interleave(contenders, args.rounds, _asked(args, args.seconds), failures)
+    rows = [_throughput_row(contender, values) for contender, values in measured]
+    _add_ratios(rows)
+    _show_throughput(rows, f"batches per second, median (range), {args.rounds} rounds, consumer: {args.consume}")
+    return rows
+
+
+def start(args: argparse.Namespace, failures: list[str]) -> list[dict[str, Any]]:
+    """Time to the first batch and memory per worker."""
+    names = ("ringloader", "DataLoader") if args.quick else ("ringloader", "DataLoader", "DataLoader spawn")
+    contenders = [Contender(name, SMALL.name, _NUM_START_WORKERS) for name in names]
+    rows = _section_rows(contenders, "start", args, failures)
+    cells = [
+        (row["contender"], row["setting"], report.with_range(row["first_s"]), report.with_range(row["worker_mib"]))
+        for row in rows
+    ]
+    report.show("start", ("contender", "setting", "first batch, s", "MiB per worker"), cells)
+    return rows
+
+
+def epoch(args: argparse.Namespace, failures: list[str]) -> list[dict[str, Any]]:
+    """What the start of an epoch costs when the workers are there already."""
+    contenders = [Contender(name, SMALL.name, args.workers) for name in ("ringloader", "DataLoader")]
+    rows = _section_rows(contenders, "epoch", args, failures)
+    cells = [
+        (
+            row["contender"],
+            row["setting"],
+            *(report.with_range(row[name], 1e3) for name in ("first_s", "batch_s", "overhead_s")),
+        )
+        for row in rows
+    ]
+    report.show("start of an epoch, ms", ("contender", "setting", "first batch", "one batch inline", "difference"), cells)
+    return rows
+
+
+def _contenders(args: argparse.Namespace, workload: str, failures: list[str]) -> list[Contender]:
+    limits = ("memcpy", "getitem") if WORKLOADS[workload].is_copied else ("getitem",)
+    peers = ("SPDL threads",) if importlib.util.find_spec("spdl") is not None else ()
+    dataloaders = _best_dataloaders(args, workload, failures)
+    has_inline = len(dataloaders) > 1
+    return [
+        Contender("ringloader", workload, args.workers),
+        *([Contender("ringloader", workload, 0)] if has_inline else []),
+        *dataloaders,
+        *(Contender(name, workload, args.workers) for name in (*peers, *limits)),
+    ]
+
+
+def _best_dataloaders(args: argparse.Namespace, workload: str, failures: list[str]) -> list[Contender]:
+    """Measure DataLoader's settings once each, shortly; return the fastest with workers, and inline if that is faster still."""
+    settings = dict.fromkeys([(args.workers, 2), (args.workers, 4), (1, 2), (0, 2)])
+    candidates = [Contender("DataLoader", workload, *setting) for setting in settings]
+    if args.quick:
+        return candidates[:1]
+    measured = _interleave(candidates, 1, _asked(args, args.seconds / 2), failures)
+    rates = {contender: max(columns.get("rate", [0.0])) for contender, columns in measured}
+    inline = candidates[-1]
+    best = max(candidates[:-1], key=rates.__getitem__)
+    return [best, inline] if rates[inline] > rates[best] else [best]
+
+
+def _asked(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    num_batches = _QUICK_NUM_BATCHES if args.quick else 0
+    return {
+        "kind": "rate",
+        "samples": args.samples,
+        "consume": args.consume,
+        "seconds": seconds,
+        "num_batches": num_batches,
+    }
+
+
+def _section_rows(
+    contenders: Sequence[Contender], kind: str, args: argparse.Namespace, failures: list[str]
+) -> list[dict[str, Any]]:
+    measured = _interleave(contenders, args.rounds, {"kind": kind, "samples": args.samples}, failures)
+    return [
+        {
+            "contender": contender.name,
+            "setting": contender.setting,
+            **{name: report.summary(values) for name, values in columns.items()},
+        }
+        for contender, columns in measured
+        if columns
+    ]
+
+
+def _interleave(
+    contenders: Sequence[Contender], num_rounds: int, asked: dict[str, Any], failures: list[str]
+) -> list[tuple[Contender, Measured]]:
+    """Measure each contender once per round, each round beginning with another one."""
+    measured: list[tuple[Contender, Measured]] = [(contender, {}) for contender in contenders]
+    for number in range(num_rounds):
+        shift = number % len(measured)
+        for contender, columns in measured[shift:] + measured[:shift]:
+            try:
+                values = _measure(contender, asked)
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                failures.append(f"{asked['kind']} of {contender.name} on {contender.workload}: {_reason(error)}")
+                continue
+            for name, value in values.items():
+                columns.setdefault(name, []).append(value)
+    return measured
+
+
+def _measure(contender: Contender, asked: dict[str, Any]) -> dict[str, float]:
+    job = {
+        **asked,
+        "contender": contender.name,
+        "workload": contender.workload,
+        "num_workers": contender.num_workers,
+        "prefetch_factor": contender.prefetch_factor,
+    }
+    # Warnings are off: DataLoader has one about more workers than cores, which is what is asked for here.
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measure", json.dumps(job)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    values: dict[str, float] = json.loads(done.stdout)
+    return values
+
+
+def _reason(error: Exception) -> str:
+    lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+def _throughput_row(contender: Contender, columns: Measured) -> dict[str, Any]:
+    rates = columns.get("rate")
+    return {
+        "workload": contender.workload,
+        "contender": contender.name,
+        "setting": contender.setting,
+        "is_inline": contender.num_workers == 0,
+        "rate": report.summary(rates) if rates else None,
+        **dict.fromkeys(_RATIOS),
+    }
+
+
+def _add_ratios(rows: Sequence[dict[str, Any]]) -> None:
+    """Compare with DataLoader's fastest setting with workers, with its fastest of all, and with the lower limit."""
+    measured = [row for row in rows if row["rate"]]
+    for row in measured:
+        if row["contender"] in _LIMITS:
+            continue
+        peers = [other for other in measured if other["workload"] == row["workload"]]
+        dataloaders = [other for other in peers if other["contender"] == "DataLoader"]
+        rivals = (
+            _medians(other for other in dataloaders if not other["is_inline"]),
+            _medians(dataloaders),
+            _medians(other for other in peers if other["contender"] in _LIMITS),
+        )
+        for name, medians, choose in zip(_RATIOS, rivals, (max, max, min), strict=True):
+            row[name] = row["rate"]["median"] / choose(medians) if medians else None
+
+
+def _medians(rows: Iterable[dict[str, Any]]) -> list[float]:
+    return [row["rate"]["median"] for row in rows]
+
+
+def _show_throughput(rows: Sequence[dict[str, Any]], title: str) -> None:
+    cells = []
+    for row in rows:
+        ratios = [report.significant(row[name]) if row[name] else "" for name in _RATIOS]
+        rate = report.with_range(row["rate"]) if row["rate"] else "failed"
+        cells.append((row["workload"], row["contender"], row["setting"], rate, *ratios))
+    report.show(title, ("workload", "contender", "setting", "batches/s", "× with workers", "× fastest", "of limit"), cells)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_throughput", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each contender (5)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="least time counted per measurement (1.5)")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
+    parser.add_argument("--sections", nargs="+", choices=_SECTIONS, default=list(_SECTIONS), metavar="NAME")
+    parser.add_argument("--samples", choices=("numpy", "torch"), default="numpy", help="what datasets return (numpy)")
+    parser.add_argument("--consume", choices=("none", "sum"), default="none", help="sum: read every byte of each batch")
+    parser.add_argument("--json", type=Path, help="write all measurements here")
+    parser.add_argument("--quick", action="store_true", help="one short round, no search for DataLoader's best setting")
+    args = parser.parse_args(argv)
+    if args.rounds < 1 or args.workers < 1 or args.seconds <= 0:
+        parser.error("--rounds and --workers are at least 1, --seconds is above 0")
+    return argparse.Namespace(**{**vars(args), "rounds": 1, "seconds": 0.1}) if args.quick else args
+
+
+_SECTION_BODIES = {"throughput": throughput, "start": start, "epoch": epoch}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
