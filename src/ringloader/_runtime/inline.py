@@ -6,6 +6,7 @@ same filler as worker processes; nothing to start, kill or time out.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,7 +37,9 @@ class InlinePool:
         self._info = info
         self._seeder = Seeder(info.seed)
         self._seed_per = seed_per
-        self._page = StatusPage(StatusPage.create())
+        page_fd = StatusPage.create()
+        self._page = StatusPage(page_fd)
+        os.close(page_fd)
         self._queue: deque[tuple[msg.Fill, Segment | None]] = deque()
         self._facts: deque[Fact] = deque()
         self._filler: Filler | None = None

@@ -1,0 +1,54 @@
+"""What every test with real processes and memory is held to: nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+# One unit for every duration in these tests, so that a slow machine stretches them all.
+UNIT_S = float(os.environ.get("RINGLOADER_TEST_UNIT_S", "1.0"))
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def shm_names() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("rl-")}
+
+
+def our_children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def our_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("ringloader")}
+
+
+def wait_until(condition: object, within_s: float = 5.0) -> bool:
+    """Poll a condition of the outside world (a process that ends) until it holds or the time is over."""
+    deadline_s = time.monotonic() + within_s * UNIT_S
+    while time.monotonic() < deadline_s:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.01)
+    return bool(condition())  # type: ignore[operator]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Fail a test that leaves a child, a thread, a descriptor or a name in /dev/shm."""
+    before_fds, before_names = num_descriptors(), shm_names()
+    before_children = {child.pid for child in our_children()}
+    yield
+    gc.collect()
+    assert wait_until(lambda: not our_threads()), f"threads left: {our_threads()}"
+    assert wait_until(lambda: {c.pid for c in our_children()} <= before_children), f"children left: {our_children()}"
+    assert shm_names() <= before_names, f"names left: {shm_names() - before_names}"
+    assert wait_until(lambda: num_descriptors() <= before_fds), f"{num_descriptors() - before_fds} descriptors left"

@@ -1,0 +1,105 @@
+"""Datasets for tests with workers: importable, small, and each with one habit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+
+class Numbers:
+    """Sample i is (a row full of i, i)."""
+
+    def __init__(self, size: int = 100, width: int = 8) -> None:
+        self.size, self.width = size, width
+
+    def __len__(self) -> int:
+        return self.size
+
+    def make(self, i: int) -> tuple[Any, int]:
+        return np.full(self.width, i, np.float32), i
+
+    def __getitem__(self, i: int) -> Any:
+        return self.make(i)
+
+
+class Once(Numbers):
+    """Does something to its worker at given samples, each once over all workers (marked by a file)."""
+
+    def __init__(self, size: int, width: int, marks: str, at: list[int]) -> None:
+        super().__init__(size, width)
+        self.marks, self.at = marks, set(at)
+
+    def __getitem__(self, i: int) -> Any:
+        if i in self.at and first_time(self.marks, str(i)):
+            self.harm(i)
+        return self.make(i)
+
+    def harm(self, i: int) -> None:
+        raise NotImplementedError
+
+
+class DiesOnce(Once):
+    def harm(self, i: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HangsOnce(Once):
+    def harm(self, i: int) -> None:
+        time.sleep(3600)
+
+
+class ExitsOnce(Once):
+    def harm(self, i: int) -> None:
+        sys.exit(3)
+
+
+class AlwaysDies(Numbers):
+    """Sample 37 kills whoever reads it."""
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 37:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.make(i)
+
+
+class Truncated(Numbers):
+    """Sample 5 cannot be read."""
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 5:
+            raise OSError("image file is truncated")
+        return self.make(i)
+
+
+class Draws:
+    """Draws from every global generator, at build and per sample; splits in the factory."""
+
+    def __init__(self, size: int = 64) -> None:
+        order = list(range(size))
+        random.shuffle(order)
+        self.order = order
+        self.offset = np.random.randint(1 << 30)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, i: int) -> Any:
+        import torch
+
+        draws = [random.randrange(1 << 30), int(np.random.randint(1 << 30)), int(torch.randint(1 << 30, (1,)))]
+        return np.array([i, self.order[i], self.offset, *draws], np.int64)
+
+
+def first_time(folder: str, name: str) -> bool:
+    """True for the one caller, over all processes, who asks first."""
+    try:
+        os.close(os.open(os.path.join(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""Workers that die, hang and fail, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringloader import FactorySpec, FaultPolicy, Loader, SampleError, WorkerError
+from tests.runtime.sample_datasets import AlwaysDies, DiesOnce, ExitsOnce, HangsOnce, Numbers, Truncated
+
+
+def read(loader: Loader) -> list[Any]:
+    """Every index of an epoch, and the type of each error in its place."""
+    out: list[Any] = []
+    iterator = iter(loader)
+    while True:
+        try:
+            rows, indices = next(iterator)
+        except StopIteration:
+            return out
+        except (SampleError, WorkerError) as error:
+            out.append(type(error).__name__)
+            continue
+        assert (rows.numpy() == indices.numpy()[:, None]).all()
+        out += indices.tolist()
+
+
+@pytest.mark.parametrize("kind", [DiesOnce, ExitsOnce])
+def test_worker_dies_in_a_sample_its_batches_come_once_in_order(kind: type, tmp_path: Path) -> None:
+    """A worker that ends in the middle of a batch costs nothing but time."""
+    with Loader(FactorySpec(kind, 200, 8, str(tmp_path), [17, 90, 91]), batch_size=10, num_workers=2) as loader:
+        assert read(loader) == list(range(200))
+        assert loader.stats().num_restarts == 3
+
+
+def test_worker_hangs_is_killed_with_its_stack_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`timeout` ends a hanging worker; the warning shows the line it hung in."""
+    spec = FactorySpec(HangsOnce, 60, 8, str(tmp_path), [17])
+    with Loader(spec, batch_size=10, num_workers=2, timeout=0.5) as loader:
+        assert read(loader) == list(range(60))
+    assert "timeout=0.5" in caplog.text
+    assert "time.sleep" in caplog.text or "in harm" in caplog.text
+
+
+def test_worker_killed_from_outside_between_batches_is_replaced() -> None:
+    """SIGKILL to an idle or busy worker: the same epoch, a new worker."""
+    with Loader(FactorySpec(Numbers, 400), batch_size=10, num_workers=2) as loader:
+        out: list[int] = []
+        for k, (_, indices) in enumerate(loader):
+            if k == 5:
+                os.kill(loader.stats().worker_pids[0], signal.SIGKILL)
+            out += indices.tolist()
+        assert out == list(range(400))
+        assert read(loader) == list(range(400))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_b88_sample_fails_its_batch_is_an_error_and_the_iterator_goes_on(num_workers: int) -> None:
+    """One bad sample costs its batch only; the error names index, batch, type and traceback."""
+    with Loader(FactorySpec(Truncated, 12), batch_size=2, num_workers=num_workers) as loader:
+        assert read(loader) == [0, 1, 2, 3, "SampleError", 6, 7, 8, 9, 10, 11]
+        with pytest.raises(SampleError, match="image file is truncated") as caught:
+            list(loader)
+    error = caught.value
+    assert (error.index, error.batch, error.original_type) == (5, 2, "OSError")
+    assert "__getitem__" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("policy", "expected"), [("skip", [4]), ("replace", [4, 4])])
+def test_bad_sample_policy_leaves_out_or_replaces(num_workers: int, policy: str, expected: list[int]) -> None:
+    """skip: the batch is shorter; replace: another sample of it stands in; either way it is reported."""
+    faults = FaultPolicy(on_bad_sample=policy)
+    with Loader(FactorySpec(Truncated, 12), batch_size=2, num_workers=num_workers, faults=faults) as loader:
+        assert read(loader) == [0, 1, 2, 3, *expected, 6, 7, 8, 9, 10, 11]
+        assert loader.skipped == [5]
+
+
+def test_b02_sample_kills_every_worker_is_named_and_the_epoch_goes_on() -> None:
+    """After `sample_deaths` deaths the error names sample, batch and signal; everything else is delivered."""
+    with Loader(FactorySpec(AlwaysDies, 60), batch_size=4, num_workers=2) as loader:
+        assert read(loader) == [*range(36), "WorkerError", *range(40, 60)]
+        with pytest.raises(WorkerError, match=r"sample 37 ended 1 workers.*SIGKILL") as caught:
+            list(Loader(FactorySpec(AlwaysDies, 60), batch_size=4, num_workers=2, faults=FaultPolicy(sample_deaths=1)))
+    assert caught.value.index == 37
+    assert caught.value.indices == [36, 37, 38, 39]
+
+
+def test_restarts_used_up_raises_and_never_hangs() -> None:
+    """With no restarts and a deadly sample the pool is lost; every further `next` says so."""
+    with Loader(FactorySpec(AlwaysDies, 60), batch_size=4, num_workers=2, faults=FaultPolicy(restarts=0)) as loader:
+        iterator = iter(loader)
+        for _ in range(9):
+            next(iterator)
+        with pytest.raises(WorkerError, match="sample 37 ended 2 workers"):
+            next(iterator)
+        for _ in range(3):
+            with pytest.raises(WorkerError, match=r"faults.restarts=0"):
+                next(iterator)
