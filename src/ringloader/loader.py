@@ -303,9 +303,8 @@ class LoaderIterator(Iterator[Any]):
         self._num_ahead = max(1, loader._options.num_workers) * loader._options.prefetch_factor
         if engine.backend.is_inline:
             self._num_ahead = 0  # nothing is made ahead on the caller's own time
-        self._num_asked = 0
-        self._num_pulled = 0
-        self._arrived = True
+        self._pulled: list[tuple[int, Keys]] = []
+        self._is_pulled = False  # the sampler has no more
         self._is_over = False
         engine.follow(self, session)
 
@@ -318,37 +317,40 @@ class LoaderIterator(Iterator[Any]):
         began_s = time.perf_counter()
         if self._is_over:
             raise StopIteration
-        self._engine.settle(self._session, arrived=self._arrived)
-        self._arrived = False
+        session = self._session
         try:
-            self._pull()
-            batch = self._engine.next_batch(self._session)
+            batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
             self._loader._num_batches += 1
             self._loader._wait_s += time.perf_counter() - began_s
-            # The last two steps are one to a signal: an interrupt before them has the batch delivered again, none after.
-            self._arrived = True
+            # To a signal this and the return are one step: an interrupt before has the batch delivered again, none comes after.
+            session.arrived = True
             return batch
         except (StopIteration, LoaderError) as ended:
-            self._arrived = True
+            session.arrived = True
             if isinstance(ended, StopIteration):
                 self._end()
             raise
         except BaseException:
-            self._arrived = False
+            session.arrived = False
             raise
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def _pull(self) -> None:
-        """Pull the sampler up to what this call is due."""
-        session = self._session
-        target = session.num_delivered + 1 + self._num_ahead
-        while not session.ended and self._num_pulled < target:
-            keys = self._source.pull(self._num_pulled)
-            batches: list[tuple[int, Keys]] = [] if keys is None else [(self._num_pulled, keys)]
-            self._engine.submit(session, batches, ended=keys is None)
-            self._num_pulled += keys is not None
+    def _pull(self) -> list[tuple[int, Keys]]:
+        """Pull the sampler up to what this call is due; return what the session has not got yet."""
+        session, pulled = self._session, self._pulled
+        num_delivered = session.num_delivered + (session.in_hand is not None and session.arrived)
+        target = num_delivered + 1 + self._num_ahead
+        while pulled and pulled[0][0] < session.num_submitted:
+            pulled.pop(0)
+        while not self._is_pulled and (batch_id := session.num_submitted + len(pulled)) < target:
+            keys = self._source.pull(batch_id)
+            if keys is None:
+                self._is_pulled = True
+            else:
+                pulled.append((batch_id, keys))
+        return pulled
 
     def _end(self) -> None:
         self._is_over = True

@@ -126,6 +126,7 @@ class Simulation:
 
     def act(self, decide: Callable[[], None]) -> None:
         decide()
+        self.core.dispatch(self.now_s)
         self.flush()
         self.core.check()
         for held in self.held:
@@ -320,13 +321,13 @@ class SimConsumer:
     def ask(self) -> None:
         sim, session = self.sim, self.session
         if len(self.delivered) == self.leaves_at:
-            sim.act(lambda: sim.core.close_session(session.session_id, sim.now_s))
+            sim.act(lambda: sim.core.close_session(session.session_id))
             self.done = True
             return
-        arrived = sim.rng.random() > 0.03
-        if session.in_hand is not None and not arrived:
+        session.arrived = sim.rng.random() > 0.03
+        if session.in_hand is not None and not session.arrived:
             self.lose()
-        sim.act(lambda: sim.core.settle(session, sim.now_s, arrived=True))
+        sim.act(session.settle)
         if sim.rng.random() < 0.01:
             sim.interrupt()
         self.pull()
@@ -341,14 +342,13 @@ class SimConsumer:
         assert lost == session.in_hand.batch_id
         for held in [held for held in self.sim.held if held.word[1:] == (session.session_id, lost)]:
             self.sim.release(held)
-        self.sim.act(lambda: self.sim.core.settle(session, self.sim.now_s, arrived=False))
 
     def pull(self) -> None:
         target = self.session.num_delivered + 1 + self.sim.policy.num_in_flight
         while self.num_pulled < min(target, self.num_batches):
             keys = pack_keys([self.num_pulled * 2, self.num_pulled * 2 + 1], self.num_pulled * 2)
             batch_id = self.num_pulled
-            self.sim.act(lambda: self.sim.core.submit(self.session.session_id, batch_id, keys, self.sim.now_s))  # noqa: B023
+            self.sim.act(lambda: self.sim.core.submit(self.session.session_id, batch_id, keys))  # noqa: B023
             self.num_pulled += 1
         self.session.ended = self.num_pulled == self.num_batches
 
@@ -377,9 +377,9 @@ class SimConsumer:
             assert sim.core.refusal is not None
             if sim.core.refusal.slot_nbytes > limit:
                 sim.lost = self.done = True  # two slots of this size can never be had: an error for the user
-                sim.act(lambda: sim.core.close_session(self.session.session_id, sim.now_s))
+                sim.act(lambda: sim.core.close_session(self.session.session_id))
                 return
-        sim.act(lambda: sim.core.retry_growth(sim.now_s))
+        sim.act(lambda: sim.core.retry_growth())
 
     def take(self, batch: Batch) -> None:
         sim, session = self.sim, self.session
@@ -392,7 +392,7 @@ class SimConsumer:
             key = (slot.slot_id, slot.generation)
         else:
             key = (-1, -1)
-        sim.act(lambda: sim.core.hand_over(session, batch, sim.now_s))
+        sim.act(lambda: sim.core.hand_over(session, batch))
         if batch.fault is None:
             sim.held.append(Held(key, place, word))
         self.delivered.append(batch.batch_id)
@@ -404,5 +404,5 @@ class SimConsumer:
         expected = list(range(self.num_batches))
         got = self.delivered if self.session.in_order else sorted(self.delivered)
         assert got == expected, f"delivered {self.delivered} of {self.num_batches}"
-        self.sim.act(lambda: self.sim.core.close_session(self.session.session_id, self.sim.now_s))
+        self.sim.act(lambda: self.sim.core.close_session(self.session.session_id))
         self.done = True

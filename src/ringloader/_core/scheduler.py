@@ -1,6 +1,6 @@
 """The core: sessions, workers and slots put together; events in, commands out.
 
-Owns every decision. The shell calls one of the methods below with a fact and the time, then carries out the commands of
+Owns every decision. The shell calls the methods below with facts and the time, then `dispatch`, then carries out the commands of
 `outbox`, removing each only once it is done. The outbox is part of the state, so an interrupt between deciding and acting loses
 nothing; one in the middle of deciding is repaired by `recover`, which rebuilds all lists from what cannot be half done: the
 batches pulled, the leases alive and the segments that exist. Must not touch a descriptor, a process, a thread or a clock.
@@ -85,7 +85,7 @@ class Scheduler:
         session.busy_ns = min((other.busy_ns for other in self.sessions.values()), default=0)
         self.sessions[session.session_id] = session
 
-    def close_session(self, session_id: int, now_s: float) -> None:
+    def close_session(self, session_id: int) -> None:
         """Forget a session: ready slots are free now, Fills on their way are cancelled."""
         session = self.sessions.pop(session_id, None)
         if session is None:
@@ -98,32 +98,20 @@ class Scheduler:
             elif batch.sticky_worker >= 0:
                 self._drop_stash(session_id, batch)
         self.refusal = None
-        self._dispatch(now_s)
 
-    def submit(self, session_id: int, batch_id: int, keys: ev.Keys, now_s: float) -> None:
+    def submit(self, session_id: int, batch_id: int, keys: ev.Keys) -> None:
         """The sampler gave the next batch."""
         self.sessions[session_id].submit(batch_id, keys)
-        self._dispatch(now_s)
 
-    def hand_over(self, session: Session, batch: Batch, now_s: float) -> None:
+    def hand_over(self, session: Session, batch: Batch) -> None:
         """The user gets the batch: its slot is leased until `SlotReleased`."""
         session.hand_over(batch)
         if batch.filled is not None and batch.slot_id != msg.NO_SLOT:
             self.slots.apply(self.slots.by_id[batch.slot_id], SlotEvent.LEND)
-        self._dispatch(now_s)  # another batch is the oldest now, and has a right to room
-
-    def settle(self, session: Session, now_s: float, *, arrived: bool) -> None:
-        """The batch in hand reached the user, or never did and is to be delivered again."""
-        if arrived:
-            session.acknowledge()
-        else:
-            session.take_back()
-            self._dispatch(now_s)
 
     def handle(self, event: ev.Event, now_s: float) -> None:
         """Take one fact of the operating system."""
         self._handlers[type(event)](event, now_s)
-        self._dispatch(now_s)
 
     def receive(self, worker_id: int, incarnation: int, message: msg.FromWorker, now_s: float) -> None:
         """Take one message of a worker; one of an incarnation that is gone changes nothing."""
@@ -140,20 +128,17 @@ class Scheduler:
             self._on_answer(worker, message)
         else:
             self._on_broken(ev.WorkerBroken(worker_id, incarnation, f"sent a {kind.__name__} message"), now_s)
-        self._dispatch(now_s)
 
     def tick(self, now_s: float, observe: Callable[[int], ev.WorkerView | None]) -> None:
         """Judge deadlines. Call only after every socket was drained: an answer already sent counts."""
         self.workers.look(now_s)
         for worker in self.workers.all:
             self._look_at(worker, observe, now_s)
-        self._dispatch(now_s)
         self.workers.plan_look(now_s)
 
-    def retry_growth(self, now_s: float) -> None:
+    def retry_growth(self) -> None:
         """Ask for room once more: others may have given some back."""
         self.refusal = None
-        self._dispatch(now_s)
 
     def recover(self, leased: set[tuple[int, int]], segment_ids: set[int], now_s: float) -> None:
         """Start again after an interrupt in mid-decision. All workers are dead and reaped; `leased` are the leases alive."""
@@ -167,7 +152,20 @@ class Scheduler:
             if worker.state not in (WorkerState.GIVEN_UP, WorkerState.STOPPED):
                 self._start(worker, now_s)
         self.workers.look_at_s = None
-        self._dispatch(now_s)
+
+    def dispatch(self, now_s: float) -> None:
+        """Issue what can be issued: consumers that wait first, then the session that has had the least worker time.
+
+        Call after telling facts and before carrying out the outbox; once for any number of facts.
+        """
+        sessions = [session for session in self.sessions.values() if session.oldest_waiting() is not None]
+        if len(sessions) > 1:
+            sessions.sort(key=lambda session: (not session.awaited, session.busy_ns))
+        for session in sessions:
+            while self._issue_next(session):
+                pass
+        if self.workers.look_at_s is None:
+            self.workers.plan_look(now_s)
 
     # --- what the shell asks --------------------------------------------------------------------------------------------
 
@@ -479,17 +477,6 @@ class Scheduler:
             self.outbox.extend(ev.DropSegment(segment_id) for segment_id in self.slots.dropped)
             self.slots.dropped.clear()
             self.refusal = None
-
-    def _dispatch(self, now_s: float) -> None:
-        """Issue what can be issued: consumers that wait first, then the session that has had the least worker time."""
-        sessions = [session for session in self.sessions.values() if session.oldest_waiting() is not None]
-        if len(sessions) > 1:
-            sessions.sort(key=lambda session: (not session.awaited, session.busy_ns))
-        for session in sessions:
-            while self._issue_next(session):
-                pass
-        if self.workers.look_at_s is None:
-            self.workers.plan_look(now_s)
 
     def _issue_next(self, session: Session) -> bool:
         batch = session.oldest_waiting()

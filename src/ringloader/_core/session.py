@@ -73,6 +73,8 @@ class Session:
         self.in_order = in_order
         self.batches: dict[int, Batch] = {}
         self.in_hand: Batch | None = None
+        self.num_submitted = 0
+        self.arrived = True  # what is in hand has reached the user; set by the iterator just before it returns
         self.num_delivered = 0
         self._num_with_hand = 0
         self.ended = False  # the sampler has no more
@@ -87,9 +89,10 @@ class Session:
 
     def submit(self, batch_id: int, keys: Keys) -> None:
         """Take in the next batch; a second time for the same id changes nothing."""
-        if batch_id not in self.batches:
+        if batch_id == self.num_submitted:
             self.batches[batch_id] = Batch(batch_id, keys)
             heapq.heappush(self._waiting, batch_id)
+            self.num_submitted = batch_id + 1
 
     def oldest_waiting(self) -> Batch | None:
         """The batch to issue next: re-issues come before new ones, being older."""
@@ -140,26 +143,28 @@ class Session:
 
     def hand_over(self, batch: Batch) -> None:
         """The batch goes to the user; it is in hand until `acknowledge`."""
+        self.arrived = False
         self._num_with_hand = self.num_delivered + 1
         self.in_hand = batch
         del self.batches[batch.batch_id]
 
-    def acknowledge(self) -> None:
-        """What was in hand has arrived."""
-        if self.in_hand is not None:
+    def settle(self) -> None:
+        """What is in hand has arrived and is done with, or never did and is made again, as the oldest."""
+        batch = self.in_hand
+        if batch is None:
+            return
+        if self.arrived:
             # In this order, so that an interrupt in between counts it neither twice nor never.
             self.num_delivered = self._num_with_hand
             self.in_hand = None
-
-    def take_back(self) -> None:
-        """What was in hand never arrived: make it again, as the oldest."""
-        batch, self.in_hand = self.in_hand, None
-        if batch is not None and batch.batch_id not in self.batches:
+            return
+        if batch.batch_id not in self.batches:
             self.batches = {batch.batch_id: batch, **self.batches}
             if batch.fault is None:
                 self.wait(batch)
             else:
                 self._ready.insert(0, batch.batch_id)
+        self.in_hand = None
 
     def restart(self) -> None:
         """Every batch that is not failed is made again: no worker is left that could answer."""

@@ -15,7 +15,13 @@ from ringloader._core.units import align_slot
 from ringloader.errors import InternalError
 
 
-class SlotState(enum.Enum):
+class _Tag(enum.Enum):
+    """An enum that is looked up by identity: Enum's own hash is a Python call, and a slot moves four times per batch."""
+
+    __hash__ = object.__hash__
+
+
+class SlotState(_Tag):
     FREE = "free"
     FILLING = "filling"
     READY = "ready"
@@ -25,7 +31,7 @@ class SlotState(enum.Enum):
     RETIRED = "retired"
 
 
-class SlotEvent(enum.Enum):
+class SlotEvent(_Tag):
     ASSIGN = "assign"
     FILLED = "filled"
     RETURN = "return"

@@ -137,28 +137,23 @@ class Engine:
 
     def _drop_session(self, session_id: int) -> None:
         self._followers.pop(session_id, None)
-        self.scheduler.close_session(session_id, time.monotonic())
+        self.scheduler.close_session(session_id)
 
-    def submit(self, session: Session, batches: Iterable[tuple[int, ev.Keys]], *, ended: bool) -> None:
-        """Hand in the next batches of a session; again for the same ids changes nothing."""
-        now_s = time.monotonic()
+    def next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> Any:
+        """Hand in what the sampler gave, then wait for the next batch and return it.
 
-        def decide() -> None:
-            for batch_id, keys in batches:
-                self.scheduler.submit(session.session_id, batch_id, keys, now_s)
-            session.ended = session.ended or ended
-
-        self._step((), decide)
-
-    def settle(self, session: Session, *, arrived: bool) -> None:
-        """Tell whether the batch in hand reached the user; if not, it is delivered again."""
-        if session.in_hand is not None:
-            self._step((), lambda: self.scheduler.settle(session, time.monotonic(), arrived=arrived))
-
-    def next_batch(self, session: Session) -> Any:
-        """Wait for the next batch and return it. Raises StopIteration at the end, or the error that takes a batch's place."""
+        Raises StopIteration at the end, or the error that takes a batch's place. Batches handed in twice change nothing.
+        """
         self._check_usable()
-        got = self._until(lambda: self._take(session), session)
+
+        def ask() -> Any:
+            session.settle()
+            for batch_id, keys in batches:
+                self.scheduler.submit(session.session_id, batch_id, keys)
+            session.ended = session.ended or ended
+            return self._take(session)
+
+        got = self._until(ask, session)
         if isinstance(got, BaseException):
             raise got
         return got[0]
@@ -214,7 +209,7 @@ class Engine:
 
     def _until(self, ask: Callable[[], Any], session: Session | None) -> Any:
         """Pump until `ask`, called under the lock, gives something true; return that."""
-        ready: list[tuple[int, int]] = self._wait(0.0, session)
+        ready: list[tuple[int, int]] | None = None
         began_s = quiet_s = time.monotonic()
         while True:
             got = self._step(ready, ask)
@@ -245,7 +240,7 @@ class Engine:
     def _deliver(self, session: Session, batch: Batch) -> Any:
         if batch.fault is not None:
             error = reports.batch_error(batch, batch.fault, inline=self.backend.is_inline)
-            self.scheduler.hand_over(session, batch, time.monotonic())
+            self.scheduler.hand_over(session, batch)
             return error
         filled = batch.filled
         assert filled is not None
@@ -257,7 +252,7 @@ class Engine:
             root = self.ring.root(slot, filled.nbytes)
             value, leaves = self._wrap(layout, placement, filled.inline, root)
             self.ring.lend(slot, root, leaves)
-        self.scheduler.hand_over(session, batch, time.monotonic())
+        self.scheduler.hand_over(session, batch)
         self.copied_nbytes += filled.copied_nbytes
         self.num_samples += filled.num_samples
         return (value,)
@@ -297,7 +292,7 @@ class Engine:
         if not session.has_collected:
             session.has_collected = True
             gc.collect()
-            self._step((), lambda: self.scheduler.retry_growth(time.monotonic()))
+            self._step((), self.scheduler.retry_growth)
             return
         others = threading.active_count() - (1 if self._thread is None else 2)
         if others > 0 and waited_s < _FULL_WAIT_S:
@@ -371,8 +366,8 @@ class Engine:
         self._growth = None
         return True
 
-    def _step(self, ready: Iterable[tuple[int, int]], ask: Callable[[], Any] | None = None) -> Any:
-        """Take in facts, decide, send; all under the lock. Returns what `ask` gives."""
+    def _step(self, ready: list[tuple[int, int]] | tuple[()] | None, ask: Callable[[], Any] | None = None) -> Any:
+        """Take in facts, decide, send; all under the lock. Returns what `ask` gives. `ready` None: look for facts here."""
         while True:
             with self._lock:
                 if not self._dirty or self._repairs():
@@ -387,12 +382,14 @@ class Engine:
             self._log_notes()
         return got
 
-    def _change(self, ready: Iterable[tuple[int, int]], ask: Callable[[], Any] | None) -> Any:
-        """One change of state. Held: the lock. An exception that is not `ask`'s own leaves the mark for a repair."""
+    def _change(self, ready: list[tuple[int, int]] | tuple[()] | None, ask: Callable[[], Any] | None) -> Any:
+        """One change of state. Held: the lock. An exception in it leaves the mark for a repair."""
+        now_s = time.monotonic()
         self._dirty = True
         if not self._is_closed:
-            self._take_in(ready, time.monotonic())
+            self._take_in(self.backend.wait(0.0) if ready is None else ready, now_s)
         got = ask() if ask is not None else None
+        self.scheduler.dispatch(now_s)
         self._flush()
         self._dirty = False
         return got
@@ -513,7 +510,9 @@ class Engine:
         for segment_id in [one for one in self.ring.segments if one not in known]:
             self.ring.drop_segment(segment_id)
         self.num_recoveries += 1
-        self.scheduler.recover(self.ring.alive(), set(self.ring.segments), time.monotonic())
+        now_s = time.monotonic()
+        self.scheduler.recover(self.ring.alive(), set(self.ring.segments), now_s)
+        self.scheduler.dispatch(now_s)
         self._flush()
         self._dirty = False
         self._changed.ring()

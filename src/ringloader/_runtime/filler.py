@@ -132,13 +132,18 @@ class Filler:
 
     def _fetch_each(self, fill: msg.Fill, keys: list[Any], batch: Any) -> None:
         page, dataset, serial = self._page, self._dataset, fill.serial
+        # The page's words are written without a call: this runs for every sample.
+        words, sample, cancel = page.words, status.SAMPLE_WORD, status.CANCEL_WORD
+        add = batch.add
         for place, key in enumerate(keys):
-            page.sample(place)
-            if page.cancelled == serial:
+            words[sample] = place
+            if words[cancel] == serial:
                 raise CancelledFill
             if self._seed_samples:
                 self._seeder.for_position(fill.epoch, fill.position + place * self._info.world_size)
-            batch.add(dataset[key])
+            add(dataset[key])
+            if not place:
+                add = batch.next_add
 
     def _place(self, fill: msg.Fill, kept: _Kept, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
         """Write a made batch into the slot, or keep it and ask for room."""

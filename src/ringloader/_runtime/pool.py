@@ -59,6 +59,7 @@ class ProcessPool:
     """Worker processes behind the backend interface (see engine.py)."""
 
     is_inline = False
+    needs_drain = False  # some process has no pidfd, so its end shows only by looking
 
     def __init__(self, settings: WorkerSettings, wake_fd: int) -> None:
         self._settings = settings
@@ -166,6 +167,7 @@ class ProcessPool:
             self._by_fd[member.process.pidfd] = member
             self._poll.register(member.process.pidfd, select.EPOLLIN)
         else:
+            self.needs_drain = True
             threading.Thread(target=self._wait_for, args=(member.process.pid,), name="ringloader-wait", daemon=True).start()
 
     def _wait_for(self, pid: int) -> None:
@@ -175,11 +177,6 @@ class ProcessPool:
         except ChildProcessError:
             pass
         os.eventfd_write(self._wake_fd, 1)
-
-    @property
-    def needs_drain(self) -> bool:
-        """Some process has no pidfd, so its end shows only by looking."""
-        return any(member.process.pidfd < 0 for member in self._members.values())
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
         """Send a Fill, with the segment's descriptor if this incarnation does not have it yet."""

@@ -22,7 +22,7 @@ from ringloader._core.events import WorkerView
 
 STAGES = ("starting the interpreter", "importing", "building the dataset", "running init", "idle", "fetching", "collating", "sending")
 STARTING, IMPORTING, BUILDING, INIT, IDLE, FETCHING, COLLATING, SENDING = range(len(STAGES))
-_SERIAL, _SAMPLE, _BEGAN, _STAGE, _MADE, _CANCEL = 0, 1, 2, 3, 4, 8
+_SERIAL, SAMPLE_WORD, _BEGAN, _STAGE, _MADE, CANCEL_WORD = 0, 1, 2, 3, 4, 8
 TRACE_OFFSET = 4096
 _TRACE_NBYTES = 28 << 10
 PAGE_NBYTES = TRACE_OFFSET + _TRACE_NBYTES
@@ -49,7 +49,7 @@ class StatusPage:
 
     def begin(self, serial: int, began_ns: int) -> None:
         words = self.words
-        words[_SAMPLE], words[_BEGAN], words[_SERIAL] = -1, began_ns, serial
+        words[SAMPLE_WORD], words[_BEGAN], words[_SERIAL] = -1, began_ns, serial
 
     def end(self, *, made: bool) -> None:
         words = self.words
@@ -59,22 +59,15 @@ class StatusPage:
     def stage(self, stage: int) -> None:
         self.words[_STAGE] = stage
 
-    def sample(self, place: int) -> None:
-        self.words[_SAMPLE] = place
-
-    @property
-    def cancelled(self) -> int:
-        return self.words[_CANCEL]
-
     def cancel(self, serial: int) -> None:
         """Ask, from the parent, for a Fill to be stopped between two samples."""
-        self.words[_CANCEL] = serial
+        self.words[CANCEL_WORD] = serial
 
     def view(self) -> WorkerView:
         words = self.words
         stage = words[_STAGE]
         return WorkerView(
-            words[_SERIAL], words[_SAMPLE], words[_BEGAN] / 1e9, STAGES[stage] if 0 <= stage < len(STAGES) else "unknown"
+            words[_SERIAL], words[SAMPLE_WORD], words[_BEGAN] / 1e9, STAGES[stage] if 0 <= stage < len(STAGES) else "unknown"
         )
 
     def trace(self) -> str:
