@@ -317,12 +317,13 @@ class LoaderIterator(Iterator[Any]):
         began_s = time.perf_counter()
         if self._is_over:
             raise StopIteration
-        session = self._session
+        session, is_taken = self._session, False
         try:
             batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
             self._loader._num_batches += 1
             self._loader._wait_s += time.perf_counter() - began_s
-            # To a signal this and the return are one step: an interrupt before has the batch delivered again, none comes after.
+            # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes after.
+            is_taken = True
             session.arrived = True
             return batch
         except (StopIteration, LoaderError) as ended:
@@ -331,7 +332,8 @@ class LoaderIterator(Iterator[Any]):
                 self._end()
             raise
         except BaseException:
-            session.arrived = False
+            if is_taken:
+                session.arrived = False
             raise
 
     def __len__(self) -> int:
