@@ -26,7 +26,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker has built its dataset. `facts`: length (-1: none), fingerprint, digests, pid."""
+    """The worker has built its dataset. `facts`: length (-1: none), fingerprint, digests."""
 
     version: int
     facts: dict[str, object]

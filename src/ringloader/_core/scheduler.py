@@ -203,7 +203,6 @@ class Scheduler:
         if worker.state is not WorkerState.STARTING:
             return
         facts = message.facts
-        worker.pid = int(facts.get("pid", -1))  # type: ignore[call-overload]
         if self.dataset_facts is None:
             self.dataset_facts = facts
         else:
@@ -306,10 +305,9 @@ class Scheduler:
         if worker is None or worker.state in (WorkerState.STOPPED, WorkerState.GIVEN_UP, WorkerState.BACKOFF):
             self._unquarantine(event)
             return
-        was_starting = worker.state is WorkerState.STARTING or (worker.state is WorkerState.KILLED and worker.pid < 0)
         story = _story(worker, event.death)
         blamed = self._requeue(worker, event.death, story)
-        if was_starting and worker.incarnation == 1 and self.start_fault is not None:
+        if self.start_fault is not None and worker.incarnation == 1 and not worker.num_filled:
             worker.state = WorkerState.GIVEN_UP
             return
         worker.pid = -1

@@ -155,7 +155,11 @@ class Engine:
 
         got = self._until(ask, session)
         if isinstance(got, BaseException):
-            raise got
+            try:
+                raise got
+            finally:
+                # Or the error, its traceback and this frame hold each other, and with them the caller's last batch.
+                del got
         return got[0]
 
     def release(self, leaf: Any, address: int) -> bool:
@@ -584,7 +588,9 @@ class Engine:
 
         def decide() -> None:
             failed = take_in()
-            if failed is not None:
+            if failed is None:
+                worker.pid = self.backend.pid(command.worker_id)
+            else:
                 self.scheduler.handle(failed, time.monotonic())
 
         self._step((), decide)

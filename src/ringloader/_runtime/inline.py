@@ -94,7 +94,7 @@ class InlinePool:
         except Exception as error:
             stage = STAGES[2]
             return msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), format_traceback(error))
-        return msg.Ready(msg.PROTOCOL_VERSION, {"pid": -1, "length": length, "fingerprint": "", "digests": {}})
+        return msg.Ready(msg.PROTOCOL_VERSION, {"length": length, "fingerprint": "", "digests": {}})
 
     def _fill(self, fill: msg.Fill, segment: Segment | None) -> msg.FromWorker:
         assert self._filler is not None
@@ -141,6 +141,9 @@ class InlinePool:
 
     def close(self) -> None:
         self._page.close()
+
+    def pid(self, worker_id: int) -> int:
+        return os.getpid()
 
     def pids(self) -> list[int]:
         return []

@@ -251,6 +251,10 @@ class ProcessPool:
         """Let go of the selector; workers must be gone."""
         self._poll.close()
 
+    def pid(self, worker_id: int) -> int:
+        """Process id of a worker that runs."""
+        return self._members[worker_id].process.pid
+
     def pids(self) -> list[int]:
         """Process ids of the workers that run now, by worker id."""
         return [member.process.pid for _, member in sorted(self._members.items())]

@@ -182,7 +182,7 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     length = len(dataset) if hasattr(dataset, "__len__") else -1
     fingerprint = getattr(dataset, "fingerprint", None)
     facts = {
-        "pid": os.getpid(),
+        
         "length": length,
         "fingerprint": str(fingerprint()) if callable(fingerprint) else "",
         "digests": attribute_digests(dataset),

@@ -1,0 +1,1 @@
+"""Modules that misbehave when they are imported, for workers of tests."""
