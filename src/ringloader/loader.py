@@ -347,7 +347,12 @@ class LoaderIterator(Iterator[Any]):
         while pulled and pulled[0][0] < session.num_submitted:
             pulled.pop(0)
         while not self._is_pulled and (batch_id := session.num_submitted + len(pulled)) < target:
-            keys = self._source.pull(batch_id)
+            try:
+                keys = self._source.pull(batch_id)
+            except LoaderError:
+                if pulled or session.batches or not session.arrived:
+                    break  # what came before the error is delivered before it
+                raise
             if keys is None:
                 self._is_pulled = True
             else:

@@ -37,11 +37,12 @@ _PR_SET_PDEATHSIG = 1
 def main(fd: int) -> None:
     """Run a worker on the socket `fd` until it is not needed any more."""
     _tie_to_parent()
-    pipe = BlockingPipe(socket.socket(fileno=fd))
-    try:
-        _Worker(pipe).run()
-    except Closed:
-        pass  # the parent is gone or has let go of us: nobody is left to tell
+    # Closed by us, not by the end of the interpreter, which would warn of it under -W error or -X dev.
+    with socket.socket(fileno=fd) as sock:
+        try:
+            _Worker(BlockingPipe(sock)).run()
+        except Closed:
+            pass  # the parent is gone or has let go of us: nobody is left to tell
 
 
 def _tie_to_parent() -> None:
@@ -60,7 +61,6 @@ class _Worker:
         self._inbox: deque[tuple[msg.Message, list[int]]] = deque()
         self._segments: dict[int, mmap.mmap] = {}
         self._populated: dict[tuple[int, int], int] = {}
-        self._trace_file: Any = None
 
     def run(self) -> None:
         setup, fds = self._next()
@@ -80,10 +80,10 @@ class _Worker:
 
     def _catch_faults(self, page_fd: int) -> None:
         """Have Python stacks written behind the status page: on a fatal signal, and when the parent asks before a kill."""
-        self._trace_file = os.fdopen(page_fd, "r+b", buffering=0)
-        self._trace_file.seek(status.TRACE_OFFSET)
-        faulthandler.enable(self._trace_file, all_threads=True)
-        faulthandler.register(DUMP_SIGNAL, self._trace_file, all_threads=True)
+        # The bare descriptor, open until the very end: a file object would be closed, with a warning, before faults are over.
+        os.lseek(page_fd, status.TRACE_OFFSET, os.SEEK_SET)
+        faulthandler.enable(page_fd, all_threads=True)
+        faulthandler.register(DUMP_SIGNAL, page_fd, all_threads=True)
 
     def _build(self, setup: msg.Setup, payload: list[int]) -> tuple[Filler, dict[str, object]] | None:
         try:

@@ -1,0 +1,91 @@
+"""Datasets that would differ from worker to worker if they could."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+
+from tests.runtime.sample_datasets import first_time
+
+
+class Draws:
+    """Sample i holds i and draws from random, numpy and torch."""
+
+    def __init__(self, folder: str) -> None:
+        self.offset = random.randrange(1 << 30)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Any:
+        import torch
+
+        draws = [random.randrange(1 << 30), int(np.random.randint(1 << 30)), int(torch.randint(1 << 30, (1,)))]
+        return np.array([i, self.offset, 0, *draws], np.int64)
+
+
+class SplitsInTheFactory(Draws):
+    """Takes an unseeded half of its samples at build."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.order = list(range(80))
+        random.shuffle(self.order)
+        self.chosen = np.random.permutation(80)[:40]
+
+    def __getitem__(self, i: int) -> Any:
+        return np.array([i, self.order[i], self.chosen[i]], np.int64)
+
+
+class ListsAFolder(Draws):
+    """Reads its files in the order of the listing."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.paths = [os.path.join(folder, name) for name in os.listdir(folder)]
+
+    def __getitem__(self, i: int) -> Any:
+        with open(self.paths[i], "rb") as file:
+            return np.frombuffer(file.read(1), np.uint8)
+
+
+class ClassMap(Draws):
+    """Numbers its classes in the order of a set."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.classes = list({f"class {k}" for k in range(40)})
+
+    def __getitem__(self, i: int) -> Any:
+        return int(self.classes[i].split()[1])
+
+
+class ImportsLate(Draws):
+    """Imports torch in its samples, the first time in the middle of a batch."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getitem__(self, i: int) -> Any:
+        import torch
+
+        return int(torch.randint(1 << 30, (1,)))
+
+
+class Deadly:
+    """Another dataset whose samples kill the worker, each once."""
+
+    def __init__(self, dataset: Any, marks: str, at: list[int]) -> None:
+        self.dataset, self.marks, self.at = dataset, marks, at
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Any:
+        if i in self.at and first_time(self.marks, str(i)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.dataset[i]
