@@ -205,7 +205,8 @@ def _getitem_limit(job: Job, workload: Workload) -> float:
         batches = [order[first : first + workload.batch_size] for first in range(0, len(order), workload.batch_size)]
 
         def make(number: int) -> None:
-            [dataset[index] for index in batches[number % len(batches)]]
+            for index in batches[number % len(batches)]:
+                dataset[index]
 
         return _repeat(make, start, job.seconds)
 

@@ -1,8 +1,8 @@
 """`Loader`: the iterator and context manager that users see.
 
-Owns the options and the epoch counter; everything else is the engine's. An engine does not know its loader, so that dropping the
-last reference to a loader ends its workers. Samplers run here, on the thread inside `iter` and `next`: the k-th `next` has pulled
-the sampler up to k + prefetch_factor x num_workers batches, a function of k alone.
+Owns the options and the epoch counter; everything else is the engine's. An engine does not know its loader, so that dropping
+the last reference to a loader ends its workers. Samplers run here, on the thread inside `iter` and `next`: the k-th `next`
+has pulled the sampler up to k + prefetch_factor x num_workers batches, a function of k alone.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Loader:
 
     `dataset` is a `FactorySpec`, an object with a `process_spec`, or a map-style dataset. The options are those of
     `torch.utils.data.DataLoader` where they have its names; README.md has the table. Batches are what torch's `default_collate`
-    gives; each leaf larger than 16 KiB, and each small one without a far larger neighbour, is a view of a slot that workers leave
-    alone until the last view of it is gone.
+    gives; each leaf larger than 16 KiB, and each small one without a far larger neighbour, is a view of a slot that workers
+    leave alone until the last view of it is gone.
 
-    Raises ConfigError for options that cannot work, before anything starts; FactoryError, at the first `iter`, `len` or `start`,
-    when the dataset cannot be built.
+    Raises ConfigError for options that cannot work, before anything starts; FactoryError, at the first `iter`, `len` or
+    `start`, when the dataset cannot be built.
     """
 
     def __init__(
@@ -143,9 +143,7 @@ class Loader:
         self._check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     @property
@@ -322,7 +320,8 @@ class LoaderIterator(Iterator[Any]):
             batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
             self._loader._num_batches += 1
             self._loader._wait_s += time.perf_counter() - began_s
-            # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes after.
+            # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes
+            # after.
             is_taken = True
             session.arrived = True
             return batch

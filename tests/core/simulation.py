@@ -1,8 +1,8 @@
 """A pool that is only simulated: workers, slots' memory and a consumer on a virtual clock, with faults drawn from a seed.
 
-Stands in for every process and system call. Memory is one word a slot, written when a worker begins and again when it ends a Fill
-(or by a killed worker at any time before it is reaped), so that a slot given to two writers, or to a writer while somebody can
-see it, shows as a wrong word.
+Stands in for every process and system call. Memory is one word a slot, written when a worker begins and again when it ends a
+Fill (or by a killed worker at any time before it is reaped), so that a slot given to two writers, or to a writer while
+somebody can see it, shows as a wrong word.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ class Stuck(Numbers):
 
 
 class NeverEnding(Numbers):
-    """From sample `at` on a worker is in a call that takes an hour; "deaf" also ignores SIGTERM, "c" is in C without a check."""
+    """From sample `at` on a worker is in a call that takes an hour; "deaf" also ignores SIGTERM, "c" is in C without a
+    check."""
 
     def __init__(self, size: int, at: int, habit: str, marks: str) -> None:
         super().__init__(size)

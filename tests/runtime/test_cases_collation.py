@@ -142,7 +142,8 @@ if __name__ == "__main__":
 
 
 def test_b20_read_only_samples_give_writable_batches_in_silence(tmp_path: Path) -> None:
-    """With warnings as errors everywhere: writing to a batch reaches neither the dataset nor a later batch, and nothing is said."""
+    """With warnings as errors everywhere: writing to a batch reaches neither the dataset nor a later batch, and nothing is
+    said."""
     done = run(tmp_path, READ_ONLY, program=Program(flags=("-W", "error")))
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,7 +62,7 @@ def _feed(hasher: Any, value: Any, depth: int) -> bool:
         _feed_text(hasher, value)
     elif kind in (bytes, bytearray):
         _feed_bytes(hasher, memoryview(value))
-    elif isinstance(value, pathlib.PurePath) and kind.__module__.startswith("pathlib"):
+    elif kind.__module__.partition(".")[0] == "pathlib" and hasattr(value, "__fspath__"):
         hasher.update(str(value).encode("utf-8", "surrogateescape"))
     elif isinstance(value, np.generic) and kind.__module__ == "numpy":
         hasher.update(value.dtype.str.encode() + value.tobytes())

@@ -61,7 +61,8 @@ class SegmentAdded:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRefused:
-    """No room for even one slot. `reason` is a sentence with needed and free bytes; `configured`: the ring's own bound said no."""
+    """No room for even one slot. `reason` is a sentence with needed and free bytes; `configured`: the ring's own bound said
+    no."""
 
     slot_nbytes: int
     reason: str

@@ -111,7 +111,8 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class NeedRoom:
-    """The batch needs `nbytes`; its samples are kept until a larger slot or a `Cancel` comes (`kept`), or will be fetched again."""
+    """The batch needs `nbytes`; its samples are kept until a larger slot or a `Cancel` comes (`kept`), or will be fetched
+    again."""
 
     serial: int
     generation: int

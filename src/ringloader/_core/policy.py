@@ -17,10 +17,10 @@ ON_BAD_SAMPLE = ("raise", "skip", "replace")
 class FaultPolicy:
     """How faults are met. Durations in seconds.
 
-    restarts: replacements per worker within `window_s`; with one more death it is given up. backoff_s: wait before the second of
-    several restarts with no batch made in between, doubling to `max_backoff_s`. stall_s: no progress within one sample. None: no
-    limit. start_timeout_s: for import, build and init together. sample_deaths: deaths during one sample until it counts as bad.
-    on_bad_sample: "raise"; "skip" leaves it out; "replace" puts another sample of the epoch in its place.
+    restarts: replacements per worker within `window_s`; with one more death it is given up. backoff_s: wait before the second
+    of several restarts with no batch made in between, doubling to `max_backoff_s`. stall_s: no progress within one sample.
+    None: no limit. start_timeout_s: for import, build and init together. sample_deaths: deaths during one sample until it
+    counts as bad. on_bad_sample: "raise"; "skip" leaves it out; "replace" puts another sample of the epoch in its place.
 
     Raises ConfigError for a value that cannot be.
     """
@@ -78,5 +78,3 @@ def check_duration(option: str, value: object, *, positive: bool = False) -> Non
     if not valid or value < 0 or (positive and value == 0):  # type: ignore[operator]
         kind = "positive" if positive else "non-negative"
         raise ConfigError(f"{option} is {value!r}; give a {kind} finite number of seconds", option=option, value=value)
-
-

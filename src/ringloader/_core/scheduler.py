@@ -1,9 +1,9 @@
 """The core: sessions, workers and slots put together; events in, commands out.
 
-Owns every decision. The shell calls the methods below with facts and the time, then `dispatch`, then carries out the commands of
-`outbox`, removing each only once it is done. The outbox is part of the state, so an interrupt between deciding and acting loses
-nothing; one in the middle of deciding is repaired by `recover`, which rebuilds all lists from what cannot be half done: the
-batches pulled, the leases alive and the segments that exist. Must not touch a descriptor, a process, a thread or a clock.
+Owns every decision. The shell calls the methods below with facts and the time, then `dispatch`, then carries out the commands
+of `outbox`, removing each only once it is done. The outbox is part of the state, so an interrupt between deciding and acting
+loses nothing; one in the middle of deciding is repaired by `recover`, which rebuilds all lists from what cannot be half done:
+the batches pulled, the leases alive and the segments that exist. Must not touch a descriptor, a process, a thread or a clock.
 
 Who may die when, and what then frees the others:
 - a worker in a Fill: `WorkerExited` returns its slots and batches; until it is reaped its slots stay FILLING, because a killed
@@ -288,9 +288,9 @@ class Scheduler:
             return
         session = self.sessions[fill.session_id]
         policy = self.policy.faults.on_bad_sample
-        if message.kind == "sample" and message.sample >= 0 and policy != "raise":
-            if session.leave_out(batch, message.sample, replace=policy == "replace"):
-                return
+        may_leave_out = message.kind == "sample" and message.sample >= 0 and policy != "raise"
+        if may_leave_out and session.leave_out(batch, message.sample, replace=policy == "replace"):
+            return
         session.fail(batch, Fault(message.kind, message.sample, worker.worker_id, message))
 
     def _on_cancelled(self, worker: Worker, message: msg.Cancelled, fill: msg.Fill, batch: Batch | None) -> None:
@@ -338,24 +338,23 @@ class Scheduler:
                     batch.sticky_worker = -1
         return blamed
 
-    def _blame(
-        self, worker: Worker, session: Session, batch: Batch, sample: int, story: str, *, restarts: bool
-    ) -> bool:
+    def _blame(self, worker: Worker, session: Session, batch: Batch, sample: int, story: str, *, restarts: bool) -> bool:
         """Count a death against the sample in progress; after too many the sample is bad. Returns whether a restart is due."""
         faults = self.policy.faults
         batch.deaths[sample] = batch.deaths.get(sample, 0) + 1
         is_bad = batch.deaths[sample] >= faults.sample_deaths
-        if is_bad and faults.on_bad_sample != "raise":
-            if session.leave_out(batch, sample, replace=faults.on_bad_sample == "replace"):
-                self.workers.refund(worker)
-                worker.state = WorkerState.BACKOFF
-                return True
+        may_leave_out = is_bad and faults.on_bad_sample != "raise"
+        if may_leave_out and session.leave_out(batch, sample, replace=faults.on_bad_sample == "replace"):
+            self.workers.refund(worker)
+            worker.state = WorkerState.BACKOFF
+            return True
         if is_bad or self.is_lost:
             session.fail(batch, Fault("deaths", sample, worker.worker_id, None, story))
         return restarts
 
     def _tell_death(self, worker: Worker, story: str, death: ev.Death, *, restarts: bool) -> None:
-        budget = f"{len(worker.deaths)} deaths within {self.policy.faults.window_s:g} s, faults.restarts={self.policy.faults.restarts}"
+        faults = self.policy.faults
+        budget = f"{len(worker.deaths)} deaths within {faults.window_s:g} s, faults.restarts={faults.restarts}"
         if restarts:
             text = f"{story}; it is replaced and its batches are made again ({budget})"
         else:
@@ -407,7 +406,9 @@ class Scheduler:
             view = observe(worker.worker_id)
             stage = view.stage if view is not None else "starting"
             limit_s = self.policy.faults.start_timeout_s
-            self._kill(worker, f"it was not ready after {limit_s:g} s (faults.start_timeout_s), stage: {stage}", now_s, dump=True)
+            self._kill(
+                worker, f"it was not ready after {limit_s:g} s (faults.start_timeout_s), stage: {stage}", now_s, dump=True
+            )
         elif worker.state is WorkerState.RUNNING and worker.fills:
             view = observe(worker.worker_id)
             reason = self.workers.overdue(worker, view, now_s) if view is not None else None
@@ -584,7 +585,19 @@ def _writer(worker_id: int, incarnation: int) -> int:
 
 def _without_slot(fill: msg.Fill) -> msg.Fill:
     return msg.Fill(
-        fill.session_id, fill.batch_id, fill.serial, msg.NO_SLOT, 0, -1, 0, 0, fill.epoch, fill.position, fill.int_keys, fill.keys, []
+        fill.session_id,
+        fill.batch_id,
+        fill.serial,
+        msg.NO_SLOT,
+        0,
+        -1,
+        0,
+        0,
+        fill.epoch,
+        fill.position,
+        fill.int_keys,
+        fill.keys,
+        [],
     )
 
 
@@ -592,7 +605,9 @@ def _story(worker: Worker, death: ev.Death) -> str:
     """What happened to a worker, in one sentence."""
     who = f"worker {worker.worker_id} (pid {worker.pid}, incarnation {worker.incarnation})"
     if worker.kill_reason:
-        return f"{who} was killed: {worker.kill_reason}" if worker.state is WorkerState.KILLED else f"{who}: {worker.kill_reason}"
+        return (
+            f"{who} was killed: {worker.kill_reason}" if worker.state is WorkerState.KILLED else f"{who}: {worker.kill_reason}"
+        )
     return f"{who} {describe_exit(death.returncode)}"
 
 

@@ -1,8 +1,8 @@
 """Slot life cycle as a table.
 
-Owns which slots exist, what state each is in, and which batch size is usual. The training process owns every slot; a worker only
-ever writes into the one its current Fill names, so a dead worker holds nothing. A generation counts the uses of a slot: whatever
-names an older one is late and changes nothing. Must not touch memory.
+Owns which slots exist, what state each is in, and which batch size is usual. The training process owns every slot; a worker
+only ever writes into the one its current Fill names, so a dead worker holds nothing. A generation counts the uses of a slot:
+whatever names an older one is late and changes nothing. Must not touch memory.
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ class Slots:
 
     def add_segment(self, segment_id: int, slot_nbytes: int, num_slots: int) -> None:
         """Take in a new segment of equal slots."""
-        slots = [
-            Slot(self._next_slot_id + k, segment_id, k * slot_nbytes, slot_nbytes) for k in range(num_slots)
-        ]
+        slots = [Slot(self._next_slot_id + k, segment_id, k * slot_nbytes, slot_nbytes) for k in range(num_slots)]
         self._next_slot_id += num_slots
         self.segments[segment_id] = slots
         self.segment_nbytes[segment_id] = slot_nbytes * num_slots

@@ -11,7 +11,8 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def align_slot(nbytes: int) -> int:
-    """Round a slot's size up: to whole pages, so that slots are populated apart; tiny ones to cache lines, so many fit a page."""
+    """Round a slot's size up: to whole pages, so that slots are populated apart; tiny ones to cache lines, so many fit a
+    page."""
     unit = PAGE_NBYTES if nbytes >= PAGE_NBYTES else _CACHE_LINE_NBYTES
     return max(unit, -(-nbytes // unit) * unit)
 

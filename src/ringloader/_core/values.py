@@ -7,7 +7,6 @@ type or is refused with `TypeError`. Must not pickle.
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import msgpack
@@ -70,7 +69,7 @@ def _to_ext(value: Any) -> msgpack.ExtType:
         return msgpack.ExtType(_NUMPY_TEXT, encode(value.item()))
     if isinstance(value, (np.number, np.bool_)) and kind.__module__ == "numpy":
         return msgpack.ExtType(_NUMPY_SCALAR, encode([value.dtype.str, value.tobytes()]))
-    if isinstance(value, pathlib.PurePath) and kind.__module__.startswith("pathlib"):
+    if kind.__module__.partition(".")[0] == "pathlib" and hasattr(value, "__fspath__"):
         return msgpack.ExtType(_PATH, encode([kind.__name__, str(value)]))
     raise TypeError(f"{kind.__module__}.{kind.__qualname__} has no plain form")
 
@@ -98,5 +97,7 @@ def _from_ext(code: int, payload: bytes) -> Any:
         return np.frombuffer(raw, np.dtype(dtype))[0]
     if code == _PATH:
         name, text = decode(payload)
+        import pathlib  # late: workers that get no path start lighter
+
         return getattr(pathlib, name)(text)
     raise ValueError(f"unknown extension type {code}")

@@ -3,16 +3,16 @@
 Owns the one lock of a loader, the hand-over of the pump between threads, and the thread that watches when nobody asks.
 
 Who pumps. Waiting for facts is done by one thread at a time, the leader: a consumer inside `next()`, or the engine's own thread
-when no consumer has been there for `_ABSENT_S`. Others wait on the condition; whoever stops leading notifies. The lock is held to
-change state, never while waiting, starting, reserving memory or in user code.
+when no consumer has been there for `_ABSENT_S`. Others wait on the condition; whoever stops leading notifies. The lock is
+held to change state, never while waiting, starting, reserving memory or in user code.
 
-Interrupts. Each change of state runs between `_dirty = True` and `_dirty = False` under the lock. Whoever takes the lock and finds
-the flag set knows that an exception broke into the middle: all workers are killed and every batch that is not with the user is
-made again from what cannot be half done (scheduler.recover). The engine's own thread does that, as it does every start and kill:
-signals never interrupt it, and workers die with the thread that started them.
+Interrupts. Each change of state runs between `_dirty = True` and `_dirty = False` under the lock. Whoever takes the lock and
+finds the flag set knows that an exception broke into the middle: all workers are killed and every batch that is not with the
+user is made again from what cannot be half done (scheduler.recover). The engine's own thread does that, as it does every start
+and kill: signals never interrupt it, and workers die with the thread that started them.
 
-Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`, `kill_worker`,
-`abandon_worker`, `send_fill`, `send_cancel`, `drop_segment`, `kill_all`, `stop`, `close`, `observe`, `pids`.
+Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`,
+`kill_worker`, `abandon_worker`, `send_fill`, `send_cancel`, `drop_segment`, `kill_all`, `stop`, `close`, `observe`, `pids`.
 """
 
 from __future__ import annotations
@@ -114,9 +114,10 @@ class Engine:
     def dataset_facts(self) -> dict[str, Any]:
         """Wait until a worker has built the dataset and return its facts. Raises FactoryError when that fails."""
         self.start()
-        self._until(lambda: self.scheduler.dataset_facts is not None, None)
-        facts = self.scheduler.dataset_facts
-        assert facts is not None
+        got = self._until(lambda: self.scheduler.dataset_facts or self._hopeless(None), None)
+        if isinstance(got, BaseException):
+            raise got
+        facts: dict[str, Any] = got
         return facts
 
     def open_session(self, epoch: int, *, in_order: bool) -> Session:
@@ -238,8 +239,7 @@ class Engine:
             return self._deliver(session, batch)
         if session.finished():
             return StopIteration()
-        self._raise_if_hopeless(session)
-        return None
+        return self._hopeless(session)
 
     def _deliver(self, session: Session, batch: Batch) -> Any:
         if batch.fault is not None:
@@ -277,19 +277,20 @@ class Engine:
                 self._plans.popitem(last=False)
         return plan
 
-    def _raise_if_hopeless(self, session: Session | None) -> None:
-        """Nothing will ever come: say why."""
+    def _hopeless(self, session: Session | None) -> BaseException | None:
+        """The error that says why nothing will ever come; returned, since an exception raised here would ask for a repair."""
         scheduler = self.scheduler
         if self._failure is not None:
-            raise self._failure
+            return self._failure
         if self._is_closed:
-            raise ClosedError("the loader was closed")
+            return ClosedError("the loader was closed")
         if scheduler.mismatch is not None:
-            raise FactoryError(scheduler.mismatch)
+            return FactoryError(scheduler.mismatch)
         if scheduler.start_fault is not None:
-            raise reports.start_error(scheduler.start_fault)
+            return reports.start_error(scheduler.start_fault)
         if scheduler.is_lost:
-            raise reports.lost_error(scheduler, None if session is None else session.oldest())
+            return reports.lost_error(scheduler, None if session is None else session.oldest())
+        return None
 
     def _make_room(self, session: Session, waited_s: float) -> None:
         """The ring is full of what the user holds: collect garbage, wait for other threads, then say so."""
@@ -412,7 +413,7 @@ class Engine:
             grown, self._grown = self._grown, None
             scheduler.handle(grown, now_s)
         look_at_s = scheduler.workers.look_at_s
-        if look_at_s is not None and now_s >= look_at_s or self.backend.needs_drain:
+        if (look_at_s is not None and now_s >= look_at_s) or self.backend.needs_drain:
             # An answer that was sent in time counts, so nobody is judged before everything is read.
             for fact in self.backend.drain():
                 self._tell(fact, now_s)
@@ -702,4 +703,3 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
-

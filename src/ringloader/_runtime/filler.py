@@ -1,8 +1,8 @@
 """Fetch the samples of one batch and collate them into a slot.
 
-Owns what a worker does with a Fill, in a process of its own or inline: epoch, seeds, fetching, collation, and the answer. What it
-cannot place for want of room it keeps, one batch per session, until it is told where to or to forget it; it never waits. Must not
-know pipes or processes.
+Owns what a worker does with a Fill, in a process of its own or inline: epoch, seeds, fetching, collation, and the answer.
+What it cannot place for want of room it keeps, one batch per session, until it is told where to or to forget it; it never
+waits. Must not know pipes or processes.
 """
 
 from __future__ import annotations

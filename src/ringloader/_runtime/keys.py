@@ -78,7 +78,9 @@ class SampledKeys:
     def _pack(self, batch_id: int) -> Keys:
         keys = list(self._pulled[0]) if self._batched else self._pulled
         if not keys:
-            raise ConfigError(f"batch_sampler gave an empty batch at position {batch_id}", option="batch_sampler", value=batch_id)
+            raise ConfigError(
+                f"batch_sampler gave an empty batch at position {batch_id}", option="batch_sampler", value=batch_id
+            )
         position = -1 - (batch_id * self._world_size + self._rank)
         try:
             return pack_keys(keys, position)

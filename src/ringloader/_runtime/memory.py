@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 
 from ringloader._core.units import in_words
 
@@ -38,7 +37,7 @@ def default_ring_nbytes() -> int:
 
 
 def _free_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return 1 << 62
@@ -48,42 +47,43 @@ def _cgroup_free_nbytes() -> list[int]:
     """Limit minus usage of each ancestor group, v2 and v1; usage without what the kernel gives back by itself."""
     found = [1 << 62]
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _read("/proc/self/cgroup").splitlines()
     except OSError:
         return found
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            found += _walk_up(Path("/sys/fs/cgroup"), path, "memory.max", "memory.current", "inactive_file")
+            found += _walk_up("/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
+            root = "/sys/fs/cgroup/memory"
             found += _walk_up(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return found
 
 
-def _walk_up(root: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> list[int]:
-    found = []
-    group = root / path.lstrip("/")
-    while True:
-        # In a container the path names the host's group while only our own is mounted, at the root.
-        free = _group_free_nbytes(group, limit_name, usage_name, reclaimable)
-        if free is not None:
-            found.append(free)
-        if group == root or root not in group.parents:
-            return found
-        group = group.parent
+def _walk_up(root: str, path: str, limit_name: str, usage_name: str, reclaimable: str) -> list[int]:
+    """Free bytes of a group and of each of its ancestors that has a limit."""
+    parts = path.strip("/").split("/")
+    # In a container the path names the host's group while only our own is mounted, at the root.
+    groups = ["/".join([root, *parts[:depth]]).rstrip("/") for depth in range(len(parts), -1, -1)]
+    found = [_group_free_nbytes(group, limit_name, usage_name, reclaimable) for group in dict.fromkeys(groups)]
+    return [free for free in found if free is not None]
 
 
-def _group_free_nbytes(group: Path, limit_name: str, usage_name: str, reclaimable: str) -> int | None:
+def _group_free_nbytes(group: str, limit_name: str, usage_name: str, reclaimable: str) -> int | None:
     try:
-        limit_text = (group / limit_name).read_text().strip()
+        limit_text = _read(f"{group}/{limit_name}").strip()
         if limit_text == "max":
             return None
-        usage = int((group / usage_name).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        usage = int(_read(f"{group}/{usage_name}"))
+        stat = dict(line.split() for line in _read(f"{group}/memory.stat").splitlines())
     except (OSError, ValueError):
         return None
     return int(limit_text) - usage + int(stat.get(reclaimable, 0))
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii", errors="replace") as file:
+        return file.read()
 
 
 class RingAccount:

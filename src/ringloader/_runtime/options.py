@@ -109,7 +109,9 @@ def _check_sampling(options: dict[str, Any]) -> None:
         _check_iterable("batch_sampler", batch_sampler)
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ConfigError(
-            f"batch_size is {batch_size!r}; give an int of at least 1, or None for no batching", option="batch_size", value=batch_size
+            f"batch_size is {batch_size!r}; give an int of at least 1, or None for no batching",
+            option="batch_size",
+            value=batch_size,
         )
     if batch_size is None and options["drop_last"]:
         raise ConfigError("drop_last=True needs batches; batch_size=None makes none", option="drop_last", value=True)
@@ -169,5 +171,7 @@ def _check_memory(options: dict[str, Any]) -> None:
     check_count("max_ring_bytes", options["max_ring_bytes"], least=1)
     if options["pin_memory"] and options["output"] == "numpy":
         raise ConfigError(
-            "pin_memory=True needs tensors; output='numpy' makes arrays, so leave pin_memory out", option="pin_memory", value=True
+            "pin_memory=True needs tensors; output='numpy' makes arrays, so leave pin_memory out",
+            option="pin_memory",
+            value=True,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import logging
 import pickle
 import sys
 import types
@@ -26,7 +25,6 @@ MAX_PICKLE_NBYTES = 64 << 20
 # Smaller buffers stay inside the pickle: 10,000 small arrays need not become 10,000 ranges to track.
 _OUT_OF_BAND_NBYTES = 32 << 10
 
-_log = logging.getLogger("ringloader")
 
 
 class Spec(Protocol):
@@ -61,7 +59,7 @@ class PickledDataset:
 def pickle_argument(value: Any, argument: str, find_spec: SpecFinder) -> tuple[bytes, bool]:
     """Pickle one argument, log its size, return it with "refers to `__main__`". Raises ConfigError that names the object."""
     data, needs_main = _pickle(value, argument, find_spec, None, MAX_PICKLE_NBYTES)
-    _log.info("%s is pickled for the workers: %s, %d bytes", argument, _type_name(value), len(data))
+    _logger().info("%s is pickled for the workers: %s, %d bytes", argument, _type_name(value), len(data))
     return data, needs_main
 
 
@@ -78,7 +76,7 @@ def pickle_in_parts(dataset: Any, find_spec: SpecFinder, max_nbytes: int) -> Pic
 
     data, needs_main = _pickle(dataset, "dataset", find_spec, keep_small, max_nbytes)
     nbytes = len(data) + sum(buffer.nbytes for buffer in buffers)
-    _log.info(
+    _logger().info(
         "dataset is pickled for the workers: %s, %d bytes, %d of them out of band",
         _type_name(dataset),
         nbytes,
@@ -137,6 +135,12 @@ def too_large(value: Any, argument: str, max_nbytes: int) -> ConfigError:
         max_nbytes=max_nbytes,
         remedy=remedy,
     )
+
+
+def _logger() -> Any:
+    import logging  # late: a worker only unpickles
+
+    return logging.getLogger("ringloader")
 
 
 def _type_name(value: Any) -> str:

@@ -1,8 +1,8 @@
 """Worker processes as a backend: facts of sockets and processes out, messages and signals in.
 
-Owns the processes of one loader, one pipe and one status page each, and which segments each has mapped. It judges nothing: what a
-death or an answer means is the scheduler's. Workers are started, killed and reaped in bulk by the engine's own thread, because a
-worker dies with the thread that started it (parent-death signal). Must not call torch or user code.
+Owns the processes of one loader, one pipe and one status page each, and which segments each has mapped. It judges nothing:
+what a death or an answer means is the scheduler's. Workers are started, killed and reaped in bulk by the engine's own thread,
+because a worker dies with the thread that started it (parent-death signal). Must not call torch or user code.
 """
 
 from __future__ import annotations

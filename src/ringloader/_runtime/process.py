@@ -1,8 +1,8 @@
 """One worker process: start, wait for its end, dump its stack, kill.
 
-Owns the facts of a process: pid, pidfd, exit status. A worker is a fresh interpreter in a session of its own, so nothing of this
-process is forked, no terminal signal reaches it and its own children can be ended with it. Must only ever wait for and signal
-what it started itself.
+Owns the facts of a process: pid, pidfd, exit status. A worker is a fresh interpreter in a session of its own, so nothing of
+this process is forked, no terminal signal reaches it and its own children can be ended with it. Must only ever wait for and
+signal what it started itself.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from ringloader._runtime.status import StatusPage
+from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
 
 # One thread per worker: a pool of threads per process times the number of workers is more threads than cores.
 _THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-# The signal that makes a worker write its stacks to its status page; high, so that datasets are unlikely to use it.
-DUMP_SIGNAL = signal.SIGRTMAX - 2
 _DUMP_WAIT_S = 0.5
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 # -P keeps the working directory out of sys.path until the handshake brings the parent's own path: a ./socket.py there must not

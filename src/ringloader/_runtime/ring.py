@@ -1,10 +1,10 @@
 """The ring: segments of slots, and the leases of what the user holds.
 
 Owns the segments of one loader and every lease on them. A lease ends when the last array or tensor over the slot is gone, which
-Python tells through a weak reference to the slot's root array. Its callback may run on any thread, in the middle of anything, so
-it is the append of a deque and nothing else: code of C, which neither a signal nor another thread can break into. (A callback
-written in Python lost the release, and the KeyboardInterrupt with it, when Ctrl-C fell inside.) Closing a ring never invalidates
-a view: each root keeps its segment mapped. Must not know sessions.
+Python tells through a weak reference to the slot's root array. Its callback may run on any thread, in the middle of anything,
+so it is the append of a deque and nothing else: code of C, which neither a signal nor another thread can break into. (A
+callback written in Python lost the release, and the KeyboardInterrupt with it, when Ctrl-C fell inside.) Closing a ring never
+invalidates a view: each root keeps its segment mapped. Must not know sessions.
 """
 
 from __future__ import annotations

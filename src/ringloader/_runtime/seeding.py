@@ -2,19 +2,17 @@
 
 Owns the seeding of `random`, numpy and torch: before the dataset is built from the loader's seed alone, so that every worker
 builds the same one; before each batch from (seed, epoch, global position of its first sample), so that draws differ between
-ranks, batches and epochs and depend on neither the number of workers nor on restarts. numpy.random and torch are seeded the moment
-they are imported when that happens late. Must not import either by itself.
+ranks, batches and epochs and depend on neither the number of workers nor on restarts. numpy.random and torch are seeded the
+moment they are imported when that happens late. Must not import either by itself.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import random
 import struct
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
@@ -64,8 +62,11 @@ class Seeder:
             module.seed(self._key & 0xFFFFFFFF)
 
 
-class LateImports(MetaPathFinder, Loader):
-    """Seeds numpy.random and torch the moment somebody imports them; for workers only."""
+class LateImports:
+    """Seeds numpy.random and torch the moment somebody imports them; for workers only.
+
+    A finder and loader as sys.meta_path knows them. The abstract classes of importlib.abc would cost every worker a megabyte.
+    """
 
     def __init__(self, seeder: Seeder) -> None:
         self._seeder = seeder
@@ -79,13 +80,16 @@ class LateImports(MetaPathFinder, Loader):
             return None
         self._searching = True
         try:
-            spec = importlib.util.find_spec(fullname)
+            # Imported late for the same reason.
+            from importlib.util import find_spec
+
+            spec = find_spec(fullname)
         finally:
             self._searching = False
         if spec is None or spec.loader is None:
             return None
         self._loaders[fullname] = spec.loader
-        spec.loader = self
+        spec.loader = self  # type: ignore[assignment]
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -117,9 +121,7 @@ class Undisturbed:
             self._torch = torch.default_generator.get_state()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         random.setstate(self._random)
         if self._numpy is not None:
             sys.modules["numpy.random"].set_bit_generator(self._numpy)

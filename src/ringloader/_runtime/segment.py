@@ -1,8 +1,8 @@
 """Shared-memory segments: create, reserve, map. The only user of posix_ipc.
 
 Owns the rule that memory is reserved before anyone writes to it, so that a lack of it is an exception here and never a SIGBUS
-in whoever touches the page first. A segment is unlinked as soon as it is open and travels by descriptor: what has no name cannot
-be left behind, whoever is killed. Where `/dev/shm` is too small a segment is a memfd. Must not know slots.
+in whoever touches the page first. A segment is unlinked as soon as it is open and travels by descriptor: what has no name
+cannot be left behind, whoever is killed. Where `/dev/shm` is too small a segment is a memfd. Must not know slots.
 """
 
 from __future__ import annotations
@@ -10,18 +10,28 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import posix_ipc
 
 from ringloader._core.units import in_words
 from ringloader._runtime import memory
 
+_Result = TypeVar("_Result")
+
 _SHM_DIR = "/dev/shm"
 # Memory is reserved in steps this large, with a fresh look at what is left before each.
 _STEP_NBYTES = 64 << 20
 # 18 characters with the slash: systems exist that allow 31.
 _NAME_PREFIX = "/rl-"
+_LACKS = {
+    errno.ENOSPC: "the file system for shared memory is full",
+    errno.ENOMEM: "the system has no memory or mappings left",
+    errno.EFBIG: "the limit on file sizes (ulimit -f) is lower",
+    errno.EMFILE: "this process has no descriptors left (ulimit -n)",
+    errno.ENFILE: "the system has no descriptors left",
+}
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; mmap.madvise passes the number through
 
 
@@ -76,8 +86,7 @@ class Segment:
 
 def map_shared(fd: int, nbytes: int) -> mmap.mmap:
     """Map a segment for reading and writing, without touching its pages. Raises RoomError."""
-    mapped: mmap.mmap = _translate(mmap.mmap, fd, nbytes)
-    return mapped
+    return _translate(mmap.mmap, fd, nbytes)
 
 
 def populate(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
@@ -104,7 +113,7 @@ def _open_shm(nbytes: int) -> int | None:
         if nbytes > stat.f_bavail * stat.f_frsize:
             return None
         # Created empty and unlinked before it grows: killed in between, an empty name is all that could stay.
-        name = f"{_NAME_PREFIX}{secrets.token_hex(7)}"
+        name = f"{_NAME_PREFIX}{os.urandom(7).hex()}"
         shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
         try:
             posix_ipc.unlink_shared_memory(name)
@@ -126,18 +135,11 @@ def _reserve(fd: int, nbytes: int) -> None:
         _translate(os.posix_fallocate, fd, start, step)
 
 
-def _translate(call, *args):  # type: ignore[no-untyped-def]
+def _translate(call: Callable[..., _Result], *args: Any) -> _Result:
     """Run a system call; a lack of anything becomes a RoomError in words."""
-    lacks = {
-        errno.ENOSPC: "the file system for shared memory is full",
-        errno.ENOMEM: "the system has no memory or mappings left",
-        errno.EFBIG: "the limit on file sizes (ulimit -f) is lower",
-        errno.EMFILE: "this process has no descriptors left (ulimit -n)",
-        errno.ENFILE: "the system has no descriptors left",
-    }
     try:
         return call(*args)
     except OSError as error:
-        if error.errno in lacks:
-            raise RoomError(f"a shared-memory segment could not be made: {lacks[error.errno]}") from error
+        if error.errno in _LACKS:
+            raise RoomError(f"a shared-memory segment could not be made: {_LACKS[error.errno]}") from error
         raise

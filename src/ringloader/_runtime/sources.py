@@ -1,6 +1,7 @@
 """From the user's dataset to what a worker builds.
 
-Owns the choice between a spec, a pickle in one shared segment, and the object itself (inline), and the settings a worker is told.
+Owns the choice between a spec, a pickle in one shared segment, and the object itself (inline), and the settings a worker is
+told.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, run_
 from ringloader._runtime.collate import Collator
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import WorkerSettings
-from ringloader._runtime.segment import RoomError, Segment
 from ringloader._runtime.seeding import draw_key
+from ringloader._runtime.segment import RoomError, Segment
 from ringloader.collation import is_default
 from ringloader.errors import ConfigError
 from ringloader.factory import FactorySpec, find_process_spec
@@ -29,7 +30,7 @@ def check_dataset(dataset: Any) -> None:
     """Refuse what is no map-style dataset. Raises ConfigError."""
     if isinstance(dataset, FactorySpec):
         return
-    if isinstance(dataset, (str, bytes)) or isinstance(dataset, type):
+    if isinstance(dataset, (str, bytes, type)):
         raise ConfigError(
             f"dataset is {dataset!r:.80}; give a FactorySpec({dataset!r:.80}) or an object with __len__ and __getitem__",
             option="dataset",
@@ -51,7 +52,8 @@ def _is_torch_iterable(dataset: Any) -> bool:
 
 
 def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) -> tuple[WorkerSettings, int]:
-    """Return what process workers are told, and the dataset's length where the parent knows it (else -1). Raises ConfigError."""
+    """Return what process workers are told, and the dataset's length where the parent knows it (else -1). Raises
+    ConfigError."""
     spec = find_process_spec(dataset)
     collate, init_fn = _callables(options)
     needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn) if wire)
@@ -136,4 +138,3 @@ def inline_build(dataset: Any, options: Options) -> Callable[[], tuple[Any, Coll
         return built, collator
 
     return build
-

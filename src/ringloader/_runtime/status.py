@@ -17,14 +17,26 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 
 from ringloader._core.events import WorkerView
 
-STAGES = ("starting the interpreter", "importing", "building the dataset", "running init", "idle", "fetching", "collating", "sending")
+STAGES = (
+    "starting the interpreter",
+    "importing",
+    "building the dataset",
+    "running init",
+    "idle",
+    "fetching",
+    "collating",
+    "sending",
+)
 STARTING, IMPORTING, BUILDING, INIT, IDLE, FETCHING, COLLATING, SENDING = range(len(STAGES))
 _SERIAL, SAMPLE_WORD, _BEGAN, _STAGE, _MADE, CANCEL_WORD = 0, 1, 2, 3, 4, 8
 TRACE_OFFSET = 4096
 _TRACE_NBYTES = 28 << 10
+# The signal that makes a worker write its stacks; high, so that datasets are unlikely to use it.
+DUMP_SIGNAL = signal.SIGRTMAX - 2
 PAGE_NBYTES = TRACE_OFFSET + _TRACE_NBYTES
 
 

@@ -6,7 +6,6 @@ that is here already, whether the name gives a callable. Must not import the mod
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 from typing import Any
@@ -49,6 +48,8 @@ def _check_attribute(module: Any, qualname: str, argument: str, reference: str) 
         except AttributeError:
             if getattr(getattr(module, "__spec__", None), "_initializing", False):
                 return  # asked by the module itself while it is imported: the name may come later
+            import difflib  # late: only an error needs it
+
             close = difflib.get_close_matches(part, dir(owner), n=3)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise ConfigError(

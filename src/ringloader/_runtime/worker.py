@@ -2,8 +2,8 @@
 
 Owns its life: take the handshake, build the dataset, answer Fills one after the other, leave when told, when the pipe ends or
 with its parent. First acts: die with the thread that started it, unblock signals. It answers before it looks for more, and reads
-everything that waits before it begins a Fill, so a Cancel overtakes. stdout and stderr are the user's. Must import light: no torch
-unless the user's code does.
+everything that waits before it begins a Fill, so a Cancel overtakes. stdout and stderr are the user's. Must import light: no
+torch unless the user's code does.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from ringloader._core.digests import attribute_digests
 from ringloader._runtime import segment, status
 from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
 from ringloader._runtime.pipe import BlockingPipe, Closed
-from ringloader._runtime.process import DUMP_SIGNAL
 from ringloader._runtime.seeding import LateImports, Seeder
-from ringloader._runtime.status import StatusPage
+from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
 from ringloader._runtime.worker_info import WorkerInfo, set_worker_info
 from ringloader.errors import ProtocolError
 
@@ -169,9 +168,7 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     page.stage(status.IMPORTING)
     prepare(settings)
     sys.meta_path.insert(0, LateImports(seeder))
-    info = WorkerInfo(
-        setup.worker_id, settings["num_workers"], settings["seed"], settings["rank"], settings["world_size"]
-    )
+    info = WorkerInfo(setup.worker_id, settings["num_workers"], settings["seed"], settings["rank"], settings["world_size"])
     set_worker_info(info)
     seeder.for_build()
     page.stage(status.BUILDING)
@@ -182,7 +179,6 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     length = len(dataset) if hasattr(dataset, "__len__") else -1
     fingerprint = getattr(dataset, "fingerprint", None)
     facts = {
-        
         "length": length,
         "fingerprint": str(fingerprint()) if callable(fingerprint) else "",
         "digests": attribute_digests(dataset),
