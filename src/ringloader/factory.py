@@ -76,6 +76,11 @@ class FactorySpec:
         """True when something in it refers to the user's `__main__`, which a worker then has to load first."""
         return bool(self._node[4])
 
+    def import_target(self) -> None:
+        """Import what `build` will call, so that a slow or failing import shows as such. Raises what the import raises."""
+        if self._node[1][0] == "r":
+            _from_node(self._node[1])
+
     def build(self) -> Any:
         """Import the target and call it, nested specs first. Raises what the import and the calls raise."""
         return _from_node(self._node)

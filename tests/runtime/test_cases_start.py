@@ -52,7 +52,7 @@ def test_b06_script_without_guard_works_or_says_what_it_needs(where: str, tmp_pa
         assert (process.returncode, out, errors) == (0, "script body\n4 batches\n", "")
     else:
         assert process.returncode == 1
-        assert "__name__ == '__main__'" in errors.splitlines()[-1] or "__name__ == '__main__'" in errors
+        assert "`if __name__ == '__main__':`" in errors
         assert errors.count("FactoryError") == 1
         assert "4 batches" not in out
 

@@ -98,6 +98,10 @@ def test_restarts_used_up_raises_and_never_hangs() -> None:
             next(iterator)
         with pytest.raises(WorkerError, match="sample 37 ended 2 workers"):
             next(iterator)
+        # What was made before the last death is still delivered, then every `next` says the same.
+        with pytest.raises(WorkerError, match=r"faults.restarts=0"):
+            for _ in range(6):
+                next(iterator)
         for _ in range(3):
             with pytest.raises(WorkerError, match=r"faults.restarts=0"):
                 next(iterator)

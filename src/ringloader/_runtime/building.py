@@ -20,12 +20,19 @@ from ringloader.factory import FactorySpec
 def prepare(settings: dict[str, Any]) -> None:
     """Make imports work as they do in the parent."""
     sys.path[:] = settings["sys_path"]
+    sys.argv[:] = settings["argv"]  # a main script may parse its arguments at module level
     try:
         os.chdir(settings["cwd"])
     except OSError:
         pass  # gone since: relative paths fail in the user's own code, with its own words
     if settings["main"]:
         main_module.load_main(main_module.MainModule.from_wire(settings["main"]))
+
+
+def import_target(settings: dict[str, Any]) -> None:
+    """Import the module of the dataset's spec."""
+    if settings["spec"]:
+        FactorySpec.from_wire(settings["spec"]).import_target()
 
 
 def build_dataset(settings: dict[str, Any], payload: list[int]) -> Any:

@@ -59,6 +59,7 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
     needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn) if wire)
     settings: dict[str, object] = {
         "sys_path": [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)],
+        "argv": [argument for argument in sys.argv if isinstance(argument, str)],
         "cwd": os.getcwd(),
         "spec": b"",
         "payload_sizes": [],

@@ -161,7 +161,7 @@ class _Worker:
 
 
 def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Filler, dict[str, object]]:
-    from ringloader._runtime.building import build_collator, build_dataset, prepare, run_init
+    from ringloader._runtime.building import build_collator, build_dataset, import_target, prepare, run_init
 
     settings: dict[str, Any] = setup.settings
     seeder = Seeder(settings["seed"])
@@ -171,6 +171,7 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     info = WorkerInfo(setup.worker_id, settings["num_workers"], settings["seed"], settings["rank"], settings["world_size"])
     set_worker_info(info)
     seeder.for_build()
+    import_target(settings)
     page.stage(status.BUILDING)
     dataset = info.dataset = build_dataset(settings, payload)
     collator = build_collator(settings)
