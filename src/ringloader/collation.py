@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._runtime.collate import Collator
+from ringloader._collate.collate import Collator
 
 __all__ = ["default_collate", "is_default"]
 
@@ -20,7 +20,7 @@ def default_collate(samples: Sequence[Any]) -> Any:
     Beyond torch, dataclass samples are collated field by field, and arrays with negative strides are taken. Raises LayoutError,
     which names the place in the sample, for samples that do not make a batch.
     """
-    from ringloader._runtime import tensors
+    from ringloader._collate import tensors
 
     batch = Collator().begin(len(samples))
     batch.extend(samples)

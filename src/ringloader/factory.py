@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringloader._core.values import decode, encode
-from ringloader._runtime import payload
-from ringloader._runtime.main_module import MAIN_NAMES, unreachable_reason
-from ringloader._runtime.payload import MAX_PICKLE_NBYTES, PickledDataset
-from ringloader._runtime.references import reference_to, resolve
-from ringloader._runtime.refusals import describe, refuse
-from ringloader._runtime.targets import check_reference
+from ringloader._specs import payload
+from ringloader._specs.main_module import MAIN_NAMES, unreachable_reason
+from ringloader._specs.payload import MAX_PICKLE_NBYTES, PickledDataset
+from ringloader._specs.references import reference_to, resolve
+from ringloader._specs.refusals import describe, refuse
+from ringloader._specs.targets import check_reference
 from ringloader.errors import ConfigError, FactoryError, ProtocolError
 
 __all__ = ["FactorySpec"]

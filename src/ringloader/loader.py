@@ -23,12 +23,13 @@ from ringloader._core.events import Keys
 from ringloader._core.layout import Layout, Placement
 from ringloader._core.policy import FaultPolicy
 from ringloader._core.session import Session
-from ringloader._runtime import main_module, options, sources
+from ringloader._runtime import options, sources
 from ringloader._runtime.engine import _ENGINES, Engine
 from ringloader._runtime.inline import InlinePool
 from ringloader._runtime.keys import KeySource, PlannedKeys, SampledKeys, num_sampled
 from ringloader._runtime.pool import ProcessPool
 from ringloader._runtime.worker_info import WorkerInfo
+from ringloader._specs import main_module
 from ringloader.errors import ClosedError, ConfigError, LoaderError
 from ringloader.factory import FactorySpec
 from ringloader.samplers import resolve_rank
@@ -107,6 +108,7 @@ class Loader:
         self._rank, self._world_size = resolve_rank(self._options.rank, self._options.world_size)
         self._wrap = _wrapper(self._options.output)
         self._make_backend: Callable[[int], Any]
+        self._drop_payload: weakref.finalize[..., Any] | None = None
         self._length = -1
         self._prepare()
         if self._options.pin_memory:
@@ -166,6 +168,8 @@ class Loader:
         self._is_closed = True
         if self._engine is not None:
             self._engine.close()
+        if self._drop_payload is not None:
+            self._drop_payload()
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch; without it each `iter` counts on from the last."""
@@ -231,7 +235,8 @@ class Loader:
             )
         settings, self._length = sources.worker_settings(dataset, opts, self._rank, self._world_size)
         if settings.payload_fd >= 0:
-            weakref.finalize(self, os.close, settings.payload_fd).atexit = False
+            self._drop_payload = weakref.finalize(self, os.close, settings.payload_fd)
+            self._drop_payload.atexit = False
         self._make_backend = lambda wake_fd: ProcessPool(settings, wake_fd)
 
     def _running(self) -> Engine:
@@ -405,9 +410,9 @@ def _address(leaf: Any) -> int | None:
 
 def _wrapper(output: str) -> Callable[[Layout, Placement, bytes, np.ndarray[Any, Any]], tuple[Any, list[Any]]]:
     if output == "numpy":
-        from ringloader._runtime.wrap import wrap_numpy as wrap
+        from ringloader._collate.wrap import wrap_numpy as wrap
     else:
-        from ringloader._runtime.tensors import wrap
+        from ringloader._collate.tensors import wrap
     return lambda layout, placement, inline, root: wrap(layout, placement, inline, root, True)
 
 

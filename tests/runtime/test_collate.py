@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate as torch_collate
 
 from ringloader import collation
+from ringloader._collate import collate, tensors, wrap
+from ringloader._collate import collated as collated_module
+from ringloader._collate.collate import Collated, Collator
 from ringloader._core.layout import ALIGNMENT, Layout
-from ringloader._runtime import collate, tensors, wrap
-from ringloader._runtime import collated as collated_module
-from ringloader._runtime.collate import Collated, Collator
 from ringloader.errors import LayoutError
 
 SLOT_NBYTES = 1 << 20
@@ -930,7 +930,7 @@ def test_collate_numpy_samples_imports_no_torch() -> None:
 import sys
 import numpy as np
 from ringloader import collation
-from ringloader._runtime.collate import Collator
+from ringloader._collate.collate import Collator
 slot = np.zeros(1 << 20, np.uint8)
 for output in ("torch", "numpy"):
     batch = Collator(output=output).begin(2, None, slot)

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringloader._core.values import encode
-from ringloader._runtime.main_module import MainModule
+from ringloader._specs.main_module import MainModule
 from ringloader.errors import ConfigError, FactoryError, ProtocolError
 from ringloader.factory import (
     FactorySpec,
@@ -443,7 +443,7 @@ SCRIPT = textwrap.dedent(
     import pathlib, pickle, sys
     from ringloader.errors import ConfigError
     from ringloader.factory import FactorySpec, callable_to_wire, pickle_dataset
-    from ringloader._runtime.main_module import describe_main
+    from ringloader._specs.main_module import describe_main
 
     print("script body")
 
@@ -484,7 +484,7 @@ WORKER = textwrap.dedent(
     """
     import pathlib, pickle, sys
     from ringloader.factory import FactorySpec, callable_from_wire, unpickle_dataset
-    from ringloader._runtime import main_module
+    from ringloader._specs import main_module
     main, spec, packed, fn, *flags = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
     module = main_module.load_main(main_module.MainModule.from_wire(main))
     assert module is main_module.load_main(main_module.MainModule.from_wire(main))
@@ -544,10 +544,10 @@ def test_b25_main_without_a_file_is_refused_in_the_parent(arguments: list[str], 
 def test_b06_script_without_guard_is_seen_as_loading(tmp_path: pathlib.Path) -> None:
     """B06: while a worker loads an unguarded script the flag is up, so that a loader made there can be refused."""
     (tmp_path / "train.py").write_text(
-        "from ringloader._runtime import main_module\nprint(__name__, main_module.loading_main)\n"
+        "from ringloader._specs import main_module\nprint(__name__, main_module.loading_main)\n"
     )
     code = (
-        "from ringloader._runtime import main_module as m\n"
+        "from ringloader._specs import main_module as m\n"
         "m.load_main(m.MainModule('path', 'train.py'))\n"
         "print(m.loading_main)"
     )  # fmt: skip
@@ -560,7 +560,7 @@ def test_main_script_that_fails_to_load_leaves_main_as_it_was(body: str, error: 
     """A script that raises or exits gives that error, and the worker's own `__main__` is back in place."""
     (tmp_path / "train.py").write_text(body)
     code = (
-        "import sys; from ringloader._runtime import main_module as m; before = sys.modules['__main__']\n"
+        "import sys; from ringloader._specs import main_module as m; before = sys.modules['__main__']\n"
         "try: m.load_main(m.MainModule('path', 'train.py'))\n"
         "except Exception as error: print(type(error).__name__)\n"
         "print(sys.modules['__main__'] is before, m.MAIN_ALIAS in sys.modules, m.loading_main)"

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ringloader import factory
-from ringloader._runtime import main_module
-from ringloader._runtime.collate import Collator
+from ringloader._collate.collate import Collator
+from ringloader._specs import main_module
 from ringloader.factory import FactorySpec
 
 

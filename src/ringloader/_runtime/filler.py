@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._collate.collate import Collated, Collator
 from ringloader._core import messages as msg
 from ringloader._core import values
 from ringloader._core.events import Keys
 from ringloader._core.layout import Layout
 from ringloader._core.session import unpack_keys
 from ringloader._runtime import status
-from ringloader._runtime.collate import Collated, Collator
 from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.status import StatusPage
 from ringloader._runtime.worker_info import WorkerInfo

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ringloader import factory
-from ringloader._runtime import main_module
+from ringloader._collate.collate import Collator
 from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, run_init
-from ringloader._runtime.collate import Collator
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import WorkerSettings
 from ringloader._runtime.seeding import draw_key
 from ringloader._runtime.segment import RoomError, Segment
+from ringloader._specs import main_module
 from ringloader.collation import is_default
 from ringloader.errors import ConfigError
 from ringloader.factory import FactorySpec, find_process_spec

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from ringloader._runtime.main_module import MAIN_NAMES, unreachable_reason
-from ringloader._runtime.references import reference_to
+from ringloader._specs.main_module import MAIN_NAMES, unreachable_reason
+from ringloader._specs.references import reference_to
 from ringloader.errors import ConfigError
 
 _TO_MODULE_LEVEL = "move it to module level or use functools.partial of a module-level function"

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from ringloader._collate.containers import name_of
+from ringloader._collate.wrap import LeafPlan, plan_of, wrap_with
 from ringloader._core import dtypes
 from ringloader._core.layout import Layout, LeafType, Placement, leaf_type
-from ringloader._runtime.containers import name_of
-from ringloader._runtime.wrap import LeafPlan, plan_of, wrap_with
 
 # torch has second names for some: "float" is "float32".
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._collate.collated import Collated, make_layout, pack_inline
+from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, Inline, Outcome, Source, Subtree, gather
+from ringloader._collate.direct import DirectRows, direct_rows, row_nbytes
+from ringloader._collate.results import walk_batch
+from ringloader._collate.structure import Keys, Structure
 from ringloader._core.layout import Layout, LeafType, Placement
-from ringloader._runtime.collated import Collated, make_layout, pack_inline
-from ringloader._runtime.columns import LEAF_NODE, VALUE_NODE, Asker, Inline, Outcome, Source, Subtree, gather
-from ringloader._runtime.direct import DirectRows, direct_rows, row_nbytes
-from ringloader._runtime.results import walk_batch
-from ringloader._runtime.structure import Keys, Structure
 from ringloader.errors import LayoutError
 
 __all__ = ["Batch", "Collated", "Collator"]

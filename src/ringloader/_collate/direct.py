@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._collate.columns import refuse_shape
+from ringloader._collate.containers import Rule, rule_of
+from ringloader._collate.structure import Keys
 from ringloader._core import dtypes
 from ringloader._core.layout import LeafType, leaf_type
-from ringloader._runtime.columns import refuse_shape
-from ringloader._runtime.containers import Rule, rule_of
-from ringloader._runtime.structure import Keys
 
 # Turns a tensor of this dtype into an array, or returns None for any other value.
 AsArray = Callable[[Any, str], np.ndarray | None]
@@ -76,7 +76,7 @@ class DirectRows:
         rows = [held[row, ...] for row in range(num_rows)]
         if self._as_array is None:
             return rows
-        from ringloader._runtime import tensors
+        from ringloader._collate import tensors
 
         return [tensors.from_array(row, self._leaf.dtype) for row in rows]
 
@@ -86,7 +86,7 @@ def direct_rows(first: Any, leaf: LeafType, shape: tuple[int, ...], slot: np.nda
     out = np.ndarray(shape, dtypes.storage_of(leaf.dtype), slot, offset)
     if isinstance(first, np.ndarray):
         return DirectRows(out, leaf, offset, None)
-    from ringloader._runtime import tensors
+    from ringloader._collate import tensors
 
     return DirectRows(out, leaf, offset, tensors.try_as_array)
 
@@ -98,6 +98,6 @@ def row_nbytes(value: Any) -> int:
         return int(value.nbytes)
     if rule is not Rule.TENSOR:
         return 0
-    from ringloader._runtime import tensors
+    from ringloader._collate import tensors
 
     return int(value.nbytes) if tensors.is_plain(value) else 0

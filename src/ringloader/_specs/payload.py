@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ringloader._runtime.main_module import MAIN_NAMES, unreachable_reason
-from ringloader._runtime.refusals import refuse
+from ringloader._specs.main_module import MAIN_NAMES, unreachable_reason
+from ringloader._specs.refusals import refuse
 from ringloader.errors import ConfigError
 
 # An argument beyond this is a dataset in disguise: every worker would hold a copy of its own.

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._collate.columns import Source, Subtree
+from ringloader._collate.structure import Keys
 from ringloader._core import values
 from ringloader._core.layout import Layout, LeafType, Placement, Shapes, numbered
-from ringloader._runtime.columns import Source, Subtree
-from ringloader._runtime.structure import Keys
 
 # What travels in a message must not stall the pipe: a batch with more text than this belongs into arrays.
 MAX_INLINE_NBYTES = 64 << 20

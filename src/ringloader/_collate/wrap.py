@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._collate.containers import load_prototype
 from ringloader._core import dtypes, values
 from ringloader._core.layout import Kind, Layout, Node, Placement
-from ringloader._runtime.containers import load_prototype
-from ringloader._runtime.references import resolve
+from ringloader._specs.references import resolve
 
 # Kept labels must not keep images: a leaf this small beside one this many times larger gets memory of its own.
 SMALL_NBYTES = 16 * 1024

@@ -15,11 +15,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ringloader._collate.containers import CONTAINERS, Rule, name_of, rule_of
+from ringloader._collate.structure import ADVICE, Keys, Leaf, describe
 from ringloader._core import dtypes
 from ringloader._core.layout import Kind, LeafType, Node, leaf_type
 from ringloader._core.values import encode
-from ringloader._runtime.containers import CONTAINERS, Rule, name_of, rule_of
-from ringloader._runtime.structure import ADVICE, Keys, Leaf, describe
 from ringloader.errors import LayoutError
 
 LEAF_NODE = Node(Kind.LEAF)
@@ -130,7 +130,7 @@ class Asker:
 
 
 def _tensors() -> Any:
-    from ringloader._runtime import tensors
+    from ringloader._collate import tensors
 
     return tensors
 

@@ -10,8 +10,8 @@ import importlib.util
 import sys
 from typing import Any
 
-from ringloader._runtime.main_module import MAIN_NAMES, unreachable_reason
-from ringloader._runtime.refusals import describe
+from ringloader._specs.main_module import MAIN_NAMES, unreachable_reason
+from ringloader._specs.refusals import describe
 from ringloader.errors import ConfigError
 
 

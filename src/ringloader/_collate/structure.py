@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from ringloader._collate.containers import CONTAINERS, Form, FormError, Rule, form_of, name_of, rule_of
 from ringloader._core.layout import MAX_DEPTH, Layout, Node
-from ringloader._runtime.containers import CONTAINERS, Form, FormError, Rule, form_of, name_of, rule_of
 from ringloader.errors import LayoutError
 
 ADVICE = "return tensors, arrays, numbers, text, or dicts, lists, tuples and dataclasses of them, or pass a collate_fn"

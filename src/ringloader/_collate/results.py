@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, Source, Subtree, WholeArray, check_tensor, refuse_array
+from ringloader._collate.containers import CONTAINERS, FormError, Rule, form_of, name_of, rule_of
+from ringloader._collate.structure import Keys, child_path, contents
 from ringloader._core import dtypes, values
 from ringloader._core.layout import MAX_DEPTH, Node
-from ringloader._runtime.columns import LEAF_NODE, VALUE_NODE, Asker, Source, Subtree, WholeArray, check_tensor, refuse_array
-from ringloader._runtime.containers import CONTAINERS, FormError, Rule, form_of, name_of, rule_of
-from ringloader._runtime.structure import Keys, child_path, contents
 
 _PLAIN = frozenset((str, int, float, complex, bool, type(None), bytes, bytearray))
 _NESTING = frozenset((list, tuple))
@@ -70,7 +70,7 @@ class _Walk:
         return self._inline(value)
 
     def _tensor(self, value: Any, path: str) -> Node:
-        from ringloader._runtime import tensors
+        from ringloader._collate import tensors
 
         self.sources.append(tensors.WholeTensor(check_tensor(value, path, self._keys, 0, self._asker)))
         return LEAF_NODE

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any, Literal
 
-from ringloader._runtime.references import MAIN_ALIAS
+from ringloader._specs.references import MAIN_ALIAS
 
 # "__mp_main__" is what multiprocessing's spawn calls the script in its children, where a loader may be used too (DDP).
 MAIN_NAMES = ("__main__", MAIN_ALIAS, "__mp_main__")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ringloader._core.layout import Kind
-from ringloader._runtime.references import MAIN_ALIAS, reference_to, resolve
+from ringloader._specs.references import MAIN_ALIAS, reference_to, resolve
 
 
 class Rule(Enum):

@@ -1,0 +1,1 @@
+"""Samples into a slot and back: one copy, no intermediate stack."""

@@ -1,0 +1,1 @@
+"""How objects are named in the parent and rebuilt in a worker."""
