@@ -23,8 +23,8 @@ from ringloader._core.events import Keys
 from ringloader._core.layout import Layout, Placement
 from ringloader._core.policy import FaultPolicy
 from ringloader._core.session import Session
-from ringloader._runtime import options, sources
-from ringloader._runtime.engine import _ENGINES, Engine
+from ringloader._runtime import lifetime, options, sources
+from ringloader._runtime.engine import Engine
 from ringloader._runtime.inline import InlinePool
 from ringloader._runtime.keys import KeySource, PlannedKeys, SampledKeys, num_sampled
 from ringloader._runtime.pool import ProcessPool
@@ -186,13 +186,13 @@ class Loader:
         scheduler = engine.scheduler if engine is not None else None
         return LoaderStats(
             num_batches=self._num_batches,
-            num_samples=engine.num_samples if engine is not None else 0,
+            num_samples=engine.delivery.num_samples if engine is not None else 0,
             wait_s=self._wait_s,
-            copied_nbytes=engine.copied_nbytes if engine is not None else 0,
+            copied_nbytes=engine.delivery.copied_nbytes if engine is not None else 0,
             num_restarts=sum(worker.num_restarts for worker in scheduler.workers.all) if scheduler is not None else 0,
             num_refilled=scheduler.num_refilled if scheduler is not None else 0,
             num_stale=scheduler.num_stale if scheduler is not None else 0,
-            num_recoveries=engine.num_recoveries if engine is not None else 0,
+            num_recoveries=engine.pump.num_recoveries if engine is not None else 0,
             num_slots=len(scheduler.slots.by_id) if scheduler is not None else 0,
             num_segments=len(engine.ring.segments) if engine is not None else 0,
             ring_nbytes=engine.ring.nbytes if engine is not None else 0,
@@ -309,6 +309,7 @@ class LoaderIterator(Iterator[Any]):
         self._pulled: list[tuple[int, Keys]] = []
         self._is_pulled = False  # the sampler has no more
         self._is_over = False
+        self._num_noted = 0  # of the session's skipped keys
         engine.follow(self, session)
 
     def __iter__(self) -> LoaderIterator:
@@ -325,6 +326,8 @@ class LoaderIterator(Iterator[Any]):
             batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
             self._loader._num_batches += 1
             self._loader._wait_s += time.perf_counter() - began_s
+            if len(session.skipped) > self._num_noted:
+                self._note_skipped()
             # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes
             # after.
             is_taken = True
@@ -363,9 +366,15 @@ class LoaderIterator(Iterator[Any]):
                 pulled.append((batch_id, keys))
         return pulled
 
+    def _note_skipped(self) -> None:
+        """Tell the loader of each skipped key once, while the epoch runs: it may be abandoned."""
+        keys = self._session.skipped[self._num_noted :]
+        self._num_noted += len(keys)
+        self._loader._skipped += [key for key in keys if key not in self._loader._skipped]
+
     def _end(self) -> None:
         self._is_over = True
-        self._loader._skipped += [key for key in self._session.skipped if key not in self._loader._skipped]
+        self._note_skipped()
         self._engine.close_session(self._session)
         self._loader._ended(self._engine)
 
@@ -377,7 +386,7 @@ def release(batch: Any) -> None:
     """
     for leaf in _leaves(batch):
         address = _address(leaf)
-        if address is not None and any(engine.release(leaf, address) for engine in list(_ENGINES)):
+        if address is not None and any(engine.release(leaf, address) for engine in list(lifetime.ENGINES)):
             return
 
 

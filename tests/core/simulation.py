@@ -359,7 +359,7 @@ class SimConsumer:
             self.take(batch)
         elif session.finished():
             self.end()
-        elif sim.core.is_lost or sim.core.start_fault is not None:
+        elif sim.core.supervision.is_lost or sim.core.supervision.start_fault is not None:
             sim.lost = self.done = True
         else:
             if sim.core.is_starved(session) and sim.rng.random() < 0.5:
@@ -374,8 +374,8 @@ class SimConsumer:
             sim.release(sim.held[0])
         elif not any(other.num_pulled and not other.done for other in sim.sessions if other is not self):
             limit = sim.room // 2
-            assert sim.core.refusal is not None
-            if sim.core.refusal.slot_nbytes > limit:
+            assert sim.core.room.refusal is not None
+            if sim.core.room.refusal.slot_nbytes > limit:
                 sim.lost = self.done = True  # two slots of this size can never be had: an error for the user
                 sim.act(lambda: sim.core.close_session(self.session.session_id))
                 return

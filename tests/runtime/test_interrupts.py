@@ -59,7 +59,7 @@ def test_p05_interrupt_in_the_pump_loses_and_repeats_nothing(num_workers: int, i
             assert seen == list(range(60))
         engine = loader._engine
         assert engine is not None
-        engine._step(None)
+        engine.pump.step(None)
         engine.scheduler.check()
     assert num_interrupts > _NUM_POINTS // 2
 

@@ -37,7 +37,7 @@ def check_circulation(loader: Loader) -> None:
     """After the epoch every slot is free: none was lost with a worker."""
     engine = loader._engine
     assert engine is not None
-    engine._step(None)
+    engine.pump.step(None)
     states = {slot.state for slot in engine.scheduler.slots.by_id.values()}
     assert states == {SlotState.FREE}, states
     engine.scheduler.check()

@@ -184,8 +184,11 @@ class Slots:
 
     def rebuild(self, leased: set[tuple[int, int]], segment_ids: set[int]) -> None:
         """Start again from facts alone: the leases that are alive and the segments that exist (no writer lives)."""
-        for segment_id in [known for known in self.segments if known not in segment_ids]:
-            self._forget(segment_id)
+        # From the segments alone: an interrupt may have left the other tables half changed.
+        self.segments = {known: slots for known, slots in self.segments.items() if known in segment_ids}
+        self.by_id = {slot.slot_id: slot for slots in self.segments.values() for slot in slots}
+        self.segment_nbytes = {known: sum(slot.capacity for slot in slots) for known, slots in self.segments.items()}
+        self._next_slot_id = max([self._next_slot_id, *(slot_id + 1 for slot_id in self.by_id)])
         self.dropped.clear()
         self._free = {slot.capacity: [] for slot in self.by_id.values()}
         for slot in self.by_id.values():

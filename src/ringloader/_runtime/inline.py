@@ -7,6 +7,7 @@ same filler as worker processes; nothing to start, kill or time out.
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +18,7 @@ from ringloader._core import messages as msg
 from ringloader._core.events import WorkerBroken, WorkerExited, WorkerView
 from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
 from ringloader._runtime.pool import Fact
-from ringloader._runtime.seeding import Seeder, Undisturbed
+from ringloader._runtime.seeding import LateImports, Seeder, Undisturbed
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.status import STAGES, StatusPage
 from ringloader._runtime.worker_info import WorkerInfo, get_worker_info, set_worker_info
@@ -107,7 +108,7 @@ class InlinePool:
         return answer
 
     def _as_worker(self) -> _AsWorker:
-        return _AsWorker(self._info)
+        return _AsWorker(self._info, self._seeder)
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
         self._queue.append((fill, segment))
@@ -152,15 +153,20 @@ class InlinePool:
 class _AsWorker:
     """While dataset code runs: `get_worker_info` answers, and the user's generators are put back afterwards."""
 
-    def __init__(self, info: WorkerInfo) -> None:
+    def __init__(self, info: WorkerInfo, seeder: Seeder) -> None:
         self._info = info
+        self._late = LateImports(seeder) if "torch" not in sys.modules else None
         self._undisturbed = Undisturbed()
 
     def __enter__(self) -> None:
         self._outer = get_worker_info()
         self._undisturbed.__enter__()
         set_worker_info(self._info)
+        if self._late is not None:
+            sys.meta_path.insert(0, self._late)
 
     def __exit__(self, *error: Any) -> None:
+        if self._late in sys.meta_path:
+            sys.meta_path.remove(self._late)
         set_worker_info(self._outer)
         self._undisturbed.__exit__(*error)

@@ -9,7 +9,8 @@ from typing import Any
 
 from ringloader._core import values
 from ringloader._core.messages import Failed, StartFailed
-from ringloader._core.scheduler import Scheduler, room_sentence
+from ringloader._core.room import room_sentence
+from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Fault, Session
 from ringloader._core.units import in_words
 from ringloader.errors import (
@@ -68,6 +69,19 @@ def _from_failed(batch: Batch, failed: Failed, key: object, where: str, worker: 
     return error
 
 
+def rebuild_error(batch: Batch, error: Exception) -> LayoutError:
+    """The exception for a batch that a worker made and this process cannot rebuild."""
+    failure = LayoutError(
+        f"batch {batch.batch_id} was made by a worker and cannot be rebuilt in this process: {type(error).__name__}: {error}; "
+        "return types that both can import",
+        path="batch",
+        batch=batch.batch_id,
+        samples=(),
+    )
+    failure.__cause__ = error
+    return failure
+
+
 def start_error(fault: StartFailed) -> FactoryError:
     """The exception for a dataset that could not be built."""
     error = FactoryError(
@@ -88,7 +102,7 @@ def lost_error(scheduler: Scheduler, batch: Batch | None) -> LoaderError:
     if not last:
         reasons = sorted({w.kill_reason for w in scheduler.workers.all if w.kill_reason})
         last = f"; {'; '.join(reasons)}" if reasons else ""
-    kind = WorkerError if scheduler.dataset_facts is not None else FactoryError
+    kind = WorkerError if scheduler.supervision.dataset_facts is not None else FactoryError
     return kind(
         f"all {scheduler.policy.num_workers} workers have used up their restarts "
         f"(faults.restarts={policy.restarts} within faults.window_s={policy.window_s:g} s){which}{last}",
@@ -100,7 +114,7 @@ def lost_error(scheduler: Scheduler, batch: Batch | None) -> LoaderError:
 
 def full_error(scheduler: Scheduler, session: Session, holders: list[str], limit: int) -> LoaderError:
     """The exception for a ring without room for the next batch."""
-    refusal = scheduler.refusal
+    refusal = scheduler.room.refusal
     assert refusal is not None
     num_slots = len(scheduler.slots.by_id)
     if refusal.configured and not holders and num_slots < 2:
@@ -134,8 +148,8 @@ def waiting_line(scheduler: Scheduler, session: Session, observe: Any, waited_s:
         parts.append(f"worker {worker.worker_id} (pid {worker.pid}, {worker.state.value}){mark}: {doing}")
     if scheduler.is_starved(session):
         parts.append("no slot is free")
-    if scheduler.refusal is not None:
-        parts.append(f"the ring may not grow beyond {in_words(scheduler.slots.nbytes())}: {scheduler.refusal.reason}")
+    if scheduler.room.refusal is not None:
+        parts.append(f"the ring may not grow beyond {in_words(scheduler.slots.nbytes())}: {scheduler.room.refusal.reason}")
     return "; ".join(parts)
 
 

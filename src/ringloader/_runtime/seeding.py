@@ -19,6 +19,8 @@ from typing import Any
 
 _LATE = ("numpy.random", "torch")
 _BUILD_EPOCH = -1
+# What torch's generator begins with in a fresh process. Source: default_rng_seed_val in c10/core/GeneratorImpl.h.
+_TORCH_FIRST_SEED = 67280421310721
 
 
 def draw_key(seed: int, epoch: int, position: int) -> int:
@@ -63,7 +65,7 @@ class Seeder:
 
 
 class LateImports:
-    """Seeds numpy.random and torch the moment somebody imports them; for workers only.
+    """Seeds numpy.random and torch the moment somebody imports them; for workers, and inline while dataset code runs.
 
     A finder and loader as sys.meta_path knows them. The abstract classes of importlib.abc would cost every worker a megabyte.
     """
@@ -110,12 +112,13 @@ class Undisturbed:
 
     def __enter__(self) -> Undisturbed:
         self._random = random.getstate()
-        self._numpy = self._torch = None
-        numpy_random = sys.modules.get("numpy.random")
-        if numpy_random is not None:
-            # Lending another bit generator costs 3 us; saving and restoring the state costs 70.
-            self._numpy = numpy_random.get_bit_generator()
-            numpy_random.set_bit_generator(numpy_random.MT19937(0))
+        self._torch = None
+        import numpy as np
+
+        numpy_random: Any = np.random  # numpy itself loads it at first use, which in the midst of a batch is too late to seed it
+        # Lending another bit generator costs 3 us; saving and restoring the state costs 70.
+        self._numpy = numpy_random.get_bit_generator()
+        numpy_random.set_bit_generator(numpy_random.MT19937(0))
         torch = sys.modules.get("torch")
         if torch is not None:
             self._torch = torch.default_generator.get_state()
@@ -123,7 +126,9 @@ class Undisturbed:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         random.setstate(self._random)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_bit_generator(self._numpy)
+        sys.modules["numpy.random"].set_bit_generator(self._numpy)
+        torch = sys.modules.get("torch")
         if self._torch is not None:
-            sys.modules["torch"].default_generator.set_state(self._torch)
+            torch.default_generator.set_state(self._torch)  # type: ignore[union-attr]
+        elif torch is not None:
+            torch.default_generator.manual_seed(_TORCH_FIRST_SEED)

@@ -1,0 +1,216 @@
+"""Supervision: starts, deaths and time limits of workers, and what follows for their batches.
+
+Owns the way from a fact (a process is gone, a deadline has passed, a message made no sense) to a replacement, a bad sample or a
+worker given up, and the sentences that tell of it. Slots of a worker that was killed stay its own until it is reaped, because
+it may still be inside a memcpy. Must not look at a clock or a process.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ringloader._core import events as ev
+from ringloader._core import messages as msg
+from ringloader._core.policy import PoolPolicy
+from ringloader._core.room import Room
+from ringloader._core.session import Batch, BatchState, Fault, Session
+from ringloader._core.workers import UNREAPED_S, Worker, Workers, WorkerState
+
+
+class Supervision:
+    """Watches over the workers of one pool."""
+
+    def __init__(self, policy: PoolPolicy, sessions: dict[int, Session], room: Room, outbox: deque[ev.Command]) -> None:
+        self.policy = policy
+        self.workers = Workers(policy)
+        self.dataset_facts: dict[str, Any] | None = None
+        self.start_fault: msg.StartFailed | None = None  # no worker could start: nothing will ever come
+        self.mismatch: str | None = None  # workers built different datasets
+        self.num_refilled = 0
+        self._sessions = sessions
+        self._room = room
+        self._outbox = outbox
+
+    @property
+    def is_lost(self) -> bool:
+        """No worker is left."""
+        return all(worker.state is WorkerState.GIVEN_UP for worker in self.workers.all)
+
+    def start(self, worker: Worker, now_s: float) -> None:
+        """Have the next incarnation of a worker started."""
+        self._outbox.append(ev.StartWorker(worker.worker_id, self.workers.start(worker, now_s)))
+        self.workers.plan_look(now_s)
+
+    def ready(self, worker: Worker, message: msg.Ready, now_s: float) -> None:
+        """A worker has built its dataset."""
+        if worker.state is not WorkerState.STARTING:
+            return
+        if self.dataset_facts is None:
+            self.dataset_facts = message.facts
+        else:
+            self._compare(worker, message.facts)
+        worker.state, worker.since_s = WorkerState.RUNNING, now_s
+
+    def start_failed(self, worker: Worker, message: msg.StartFailed) -> None:
+        """A worker could not build its dataset: at the first start that is final, later it is tried again."""
+        if worker.incarnation == 1 and worker.state is WorkerState.STARTING:
+            self.start_fault = message
+        worker.kill_reason = f"{message.stage} failed: {message.error_type}: {message.error}"
+
+    def exited(self, event: ev.WorkerExited, now_s: float) -> None:
+        """A process is gone and reaped."""
+        worker = self.workers.get(event.worker_id, event.incarnation)
+        if worker is None or worker.state in (WorkerState.STOPPED, WorkerState.GIVEN_UP, WorkerState.BACKOFF):
+            self._room.unquarantine(event)
+            return
+        story = _story(worker, event.death)
+        blamed = self._requeue(worker, event.death, story)
+        if self.start_fault is not None and worker.incarnation == 1 and not worker.num_filled:
+            worker.state = WorkerState.GIVEN_UP
+            return
+        worker.pid = -1
+        restarts = self.workers.died(worker, now_s)
+        if blamed is not None and event.death.sample >= 0:
+            restarts = self._blame(worker, *blamed, event.death.sample, story, restarts=restarts)
+        self._tell_death(worker, story, event.death, restarts=restarts)
+        self.workers.plan_look(now_s)
+
+    def _requeue(self, worker: Worker, death: ev.Death, story: str) -> tuple[Session, Batch] | None:
+        """Take back every Fill of a dead worker; return the batch in progress."""
+        blamed = None
+        for serial, (session_id, fill) in list(worker.fills.items()):
+            self._room.take_back(fill)
+            session = self._sessions.get(session_id)
+            batch = session.batches.get(fill.batch_id) if session is not None else None
+            if session is None or batch is None or batch.serial != serial or batch.state is not BatchState.ISSUED:
+                continue
+            session.wait(batch)
+            batch.last_exit = story
+            self.num_refilled += 1
+            if serial == death.serial:
+                blamed = (session, batch)
+        worker.fills.clear()
+        for session in self._sessions.values():
+            for batch in session.batches.values():
+                if batch.sticky_worker == worker.worker_id:
+                    batch.sticky_worker = -1
+        return blamed
+
+    def _blame(self, worker: Worker, session: Session, batch: Batch, sample: int, story: str, *, restarts: bool) -> bool:
+        """Count a death against the sample in progress; after too many the sample is bad. Returns whether a restart is due."""
+        faults = self.policy.faults
+        batch.deaths[sample] = batch.deaths.get(sample, 0) + 1
+        is_bad = batch.deaths[sample] >= faults.sample_deaths
+        may_leave_out = is_bad and faults.on_bad_sample != "raise"
+        if may_leave_out and session.leave_out(batch, sample, replace=faults.on_bad_sample == "replace"):
+            self.workers.refund(worker)
+            worker.state = WorkerState.BACKOFF
+            return True
+        if is_bad or self.is_lost:
+            session.fail(batch, Fault("deaths", sample, worker.worker_id, None, story))
+        return restarts
+
+    def _tell_death(self, worker: Worker, story: str, death: ev.Death, *, restarts: bool) -> None:
+        faults = self.policy.faults
+        budget = f"{len(worker.deaths)} deaths within {faults.window_s:g} s, faults.restarts={faults.restarts}"
+        if restarts:
+            text = f"{story}; it is replaced and its batches are made again ({budget})"
+        else:
+            left = sum(w.state is not WorkerState.GIVEN_UP for w in self.workers.all)
+            text = f"{story}; it is given up ({budget}), {left} of {len(self.workers.all)} workers are left"
+        if death.trace:
+            text += f"\nits stack:\n{death.trace}"
+        self._outbox.append(ev.Warn(text, {"worker": worker.worker_id, "returncode": death.returncode}))
+
+    def broken(self, event: ev.WorkerBroken, now_s: float) -> None:
+        """A worker said what makes no sense: nothing it says can be trusted."""
+        worker = self.workers.get(event.worker_id, event.incarnation)
+        if worker is not None and worker.state in (WorkerState.STARTING, WorkerState.RUNNING):
+            self._kill(worker, f"it broke the protocol: {event.reason}", now_s, dump=False)
+
+    def look_at(self, worker: Worker, observe: Callable[[int], ev.WorkerView | None], now_s: float) -> None:
+        """Judge one worker's deadlines."""
+        if worker.state is WorkerState.BACKOFF and now_s >= worker.since_s:
+            self.start(worker, now_s)
+        elif worker.state is WorkerState.KILLED and now_s >= worker.since_s + UNREAPED_S:
+            self._abandon(worker, now_s)
+        elif worker.state is WorkerState.STARTING and self.workers.start_overdue(worker, now_s):
+            view = observe(worker.worker_id)
+            stage = view.stage if view is not None else "starting"
+            limit_s = self.policy.faults.start_timeout_s
+            self._kill(
+                worker, f"it was not ready after {limit_s:g} s (faults.start_timeout_s), stage: {stage}", now_s, dump=True
+            )
+        elif worker.state is WorkerState.RUNNING and worker.fills:
+            view = observe(worker.worker_id)
+            reason = self.workers.overdue(worker, view, now_s) if view is not None else None
+            if reason is not None:
+                self._kill(worker, reason, now_s, dump=True)
+
+    def _kill(self, worker: Worker, reason: str, now_s: float, *, dump: bool) -> None:
+        worker.state, worker.since_s, worker.kill_reason = WorkerState.KILLED, now_s, reason
+        self._outbox.append(ev.KillWorker(worker.worker_id, worker.incarnation, dump))
+        self.workers.plan_look(now_s)
+
+    def _abandon(self, worker: Worker, now_s: float) -> None:
+        """SIGKILL did not end it: leave its slots alone, make its batches elsewhere."""
+        story = f"worker {worker.worker_id} (pid {worker.pid}) cannot be reaped after SIGKILL; it is abandoned with its slots"
+        self._room.quarantine(worker.worker_id, worker.incarnation, [fill for _, fill in worker.fills.values()])
+        self._requeue(worker, ev.Death(None), story)
+        self._outbox.append(ev.AbandonWorker(worker.worker_id, worker.incarnation))
+        restarts = self.workers.died(worker, now_s)
+        worker.pid = -1
+        self._tell_death(worker, story, ev.Death(None), restarts=restarts)
+
+    def _compare(self, worker: Worker, facts: dict[str, Any]) -> None:
+        """Rebuilt means rebuilt alike: hold a worker's dataset against the first one's."""
+        first: dict[str, Any] = self.dataset_facts or {}
+        for name in ("length", "fingerprint"):
+            if facts.get(name) != first.get(name):
+                self.mismatch = (
+                    f"worker {worker.worker_id} (incarnation {worker.incarnation}) built another dataset: "
+                    f"{name} {facts.get(name)!r} instead of {first.get(name)!r}; usual causes are an unseeded shuffle or split, "
+                    "an unsorted directory listing, the order of a set, or files that changed since the first start"
+                )
+        digests, expected = facts.get("digests", {}), first.get("digests", {})
+        differing = sorted(name for name in digests if name in expected and digests[name] != expected[name])
+        if differing:
+            names = ", ".join(repr(name) for name in differing[:5])
+            self._outbox.append(
+                ev.Warn(
+                    f"the dataset of worker {worker.worker_id} differs from the first worker's in attribute {names}; "
+                    "if samples depend on it, build it the same way everywhere (sorted listings, seeded draws)",
+                    {"worker": worker.worker_id, "attributes": differing},
+                )
+            )
+
+
+def _story(worker: Worker, death: ev.Death) -> str:
+    """What happened to a worker, in one sentence."""
+    who = f"worker {worker.worker_id} (pid {worker.pid}, incarnation {worker.incarnation})"
+    if worker.kill_reason:
+        return (
+            f"{who} was killed: {worker.kill_reason}" if worker.state is WorkerState.KILLED else f"{who}: {worker.kill_reason}"
+        )
+    return f"{who} {describe_exit(death.returncode)}"
+
+
+def describe_exit(returncode: int | None) -> str:
+    """Return how a process ended, e.g. "was killed by SIGKILL (out of memory?)"."""
+    if returncode is None:
+        return "ended with an unknown status"
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hints = {
+        signal.SIGKILL: " (the kernel's out-of-memory killer sends it; look at dmesg and the memory limit)",
+        signal.SIGBUS: " (a memory-mapped file that was truncated, or a full disk under it)",
+        signal.SIGSEGV: " (a fault in a compiled extension)",
+    }
+    return f"was killed by {name}{hints.get(-returncode, '')}"  # type: ignore[call-overload]

@@ -1,0 +1,117 @@
+"""Hand-over: a filled slot becomes the batch that the user gets.
+
+Owns what is known about the layouts of each worker incarnation and how to wrap them, and the counts of what was delivered. A
+batch that cannot be rebuilt here (a type that this process cannot import) is an error in its place, and its slot is free again.
+Runs under the pump's lock, so it must not wait.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ringloader._core import messages as msg
+from ringloader._core.events import SlotReleased
+from ringloader._core.layout import Layout, Placement
+from ringloader._core.scheduler import Scheduler
+from ringloader._core.session import Batch, Session
+from ringloader._runtime import reports
+from ringloader._runtime.filler import MAX_LAYOUTS
+from ringloader._runtime.ring import Ring
+
+# Layouts and placements remembered. A worker forgets its oldest beyond MAX_LAYOUTS; here there are more, so that none it still
+# names is missing.
+_MAX_KNOWN = 4 * MAX_LAYOUTS
+_EMPTY = np.empty(0, np.uint8)
+
+Wrap = Callable[[Layout, Placement, bytes, "np.ndarray[Any, Any]"], tuple[Any, list[Any]]]
+
+
+class Delivery:
+    """Wraps ready batches of one loader."""
+
+    def __init__(self, scheduler: Scheduler, ring: Ring, wrap: Wrap, *, is_inline: bool) -> None:
+        self.copied_nbytes = self.num_samples = 0
+        self._scheduler = scheduler
+        self._ring = ring
+        self._wrap = wrap
+        self._is_inline = is_inline
+        self._definitions: dict[tuple[int, int], OrderedDict[int, bytes]] = {}
+        self._plans: OrderedDict[tuple[bytes, bytes], tuple[Layout, Placement]] = OrderedDict()
+
+    def deliver(self, session: Session, batch: Batch) -> Any:
+        """Hand a ready or failed batch over: its value as a 1-tuple, or the exception that takes its place."""
+        if batch.fault is not None:
+            error = reports.batch_error(batch, batch.fault, inline=self._is_inline)
+            self._scheduler.hand_over(session, batch)
+            return error
+        filled = batch.filled
+        assert filled is not None
+        slot = self._scheduler.slots.by_id.get(batch.slot_id)
+        root = _EMPTY if slot is None else self._ring.root(slot, filled.nbytes)
+        try:
+            value, leaves = self._wrap(*self._plan(filled), filled.inline, root)
+        except Exception as error:
+            self._scheduler.hand_over(session, batch)
+            if slot is not None:
+                self._scheduler.room.released(SlotReleased(slot.slot_id, slot.generation))
+            return reports.rebuild_error(batch, error)
+        if slot is not None:
+            self._ring.lend(slot, root, leaves)
+        self._scheduler.hand_over(session, batch)
+        self.copied_nbytes += filled.copied_nbytes
+        self.num_samples += filled.num_samples
+        return (value,)
+
+    def _plan(self, filled: msg.Filled) -> tuple[Layout, Placement]:
+        """Layout and placement of a batch, remembered by their bytes."""
+        key = (filled.layout, filled.shapes)
+        plan = self._plans.get(key)
+        if plan is None:
+            layout = Layout.from_wire(filled.layout)
+            flat = np.frombuffer(filled.shapes, np.int64).tolist()
+            shapes, start = [], 0
+            for leaf in layout.leaves:
+                shapes.append(tuple(flat[start : start + leaf.ndim]))
+                start += leaf.ndim
+            plan = self._plans[key] = (layout, layout.place(tuple(shapes)))
+            if len(self._plans) > _MAX_KNOWN:
+                self._plans.popitem(last=False)
+        return plan
+
+    def define(self, worker_id: int, incarnation: int, filled: msg.Filled) -> msg.Filled | None:
+        """Put the layout's definition, sent once per incarnation, back into the message; None when it was never sent."""
+        known = self._definitions.setdefault((worker_id, incarnation), OrderedDict())
+        if filled.layout:
+            known[filled.layout_id] = filled.layout
+            if len(known) > _MAX_KNOWN:
+                known.popitem(last=False)
+            return filled
+        definition = known.get(filled.layout_id)
+        if definition is None:
+            return None
+        known.move_to_end(filled.layout_id)
+        return msg.Filled(
+            filled.serial,
+            filled.generation,
+            filled.layout_id,
+            definition,
+            filled.shapes,
+            filled.inline,
+            filled.nbytes,
+            filled.copied_nbytes,
+            filled.num_samples,
+            filled.fetch_ns,
+            filled.collate_ns,
+        )
+
+    def forget(self, worker_id: int, incarnation: int) -> None:
+        """An incarnation has ended."""
+        self._definitions.pop((worker_id, incarnation), None)
+
+    def forget_all(self) -> None:
+        """Every incarnation has ended."""
+        self._definitions.clear()

@@ -1,0 +1,58 @@
+"""What happens to engines when the process forks or ends.
+
+Owns the list of engines that live. At interpreter exit their threads are stopped and their workers ended before modules go;
+in a forked child they are marked foreign, since their locks, sockets and processes are the parent's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from typing import Any, Protocol
+
+# How long workers may take to leave by themselves at interpreter exit.
+_EXIT_STOP_S = 0.3
+
+
+class Closable(Protocol):
+    """What this module needs of an engine."""
+
+    def close(self, stop_s: float = ...) -> None: ...
+
+    def disown(self) -> None: ...
+
+    def release(self, leaf: Any, address: int) -> bool: ...
+
+
+ENGINES: weakref.WeakSet[Closable] = weakref.WeakSet()
+_hook_is_registered = False
+
+
+def register(engine: Closable) -> None:
+    """Have an engine closed at exit and disowned in forked children."""
+    global _hook_is_registered
+    ENGINES.add(engine)
+    if not _hook_is_registered:
+        _hook_is_registered = True
+        atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    closers = [
+        threading.Thread(target=engine.close, args=(_EXIT_STOP_S,), name="ringloader-exit", daemon=True)
+        for engine in list(ENGINES)
+    ]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join()
+
+
+def _disown_all() -> None:
+    for engine in list(ENGINES):
+        engine.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

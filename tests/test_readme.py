@@ -1,0 +1,210 @@
+"""The README says what is so: its example runs, its tables are complete, and what no other test shows is shown here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import ringloader
+from ringloader import ConfigError, FactoryError, FactorySpec, FaultPolicy, Loader
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+# Datasets and functions for workers, in a module that is not this one: a worker need not import pytest.
+CLAIMS = """
+import torch
+from ringloader import get_worker_info
+
+class Unlike:
+    def __init__(self):
+        self.size = 40 + get_worker_info().id
+    def __len__(self):
+        return self.size
+    def __getitem__(self, index):
+        return index
+
+class Asks:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.utils.data.get_worker_info() is None, get_worker_info().num_workers
+
+class Images:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.arange(24.0).reshape(2, 3, 4) + index
+
+class Together(Images):
+    def __getitems__(self, indices):
+        if 2 in indices:
+            raise OSError("no such record")
+        return [self[index] for index in indices]
+
+def twice(samples):
+    batch = torch.stack(samples).to(memory_format=torch.channels_last)
+    return batch, batch
+"""
+
+
+@pytest.fixture
+def claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of an importable module that holds `CLAIMS`."""
+    name = f"readme_claims_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(CLAIMS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def section(title: str) -> str:
+    """The text under one heading."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
+    assert found is not None, title
+    return found[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row of the tables in a text, headings left out."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_readme_commands_come_first_and_exist() -> None:
+    """The first block of code names the two commands, and they can be run."""
+    first = README.split("```")[1]
+    commands = [line.split()[0] for line in first.splitlines()[1:]]
+    assert commands == ["scripts/quickstart", "scripts/test"]
+    for command in commands:
+        assert (ROOT / command).stat().st_mode & 0o111
+
+
+def test_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
+    """The files of the example, written as shown, train for three epochs, say so, and print no warning."""
+    blocks = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", README, re.M | re.S)
+    for name, source in blocks:
+        (tmp_path / name).write_text(source)
+    assert [name for name, _ in blocks] == ["curve.py", "train.py"]
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", done.stdout, re.M)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
+def test_readme_options_table_is_the_signature_of_loader() -> None:
+    """Every option is in the table and nothing else is, in order, with its default."""
+    table = rows(section("Options").partition("`FaultPolicy`, a frozen")[0])
+    expected = list(inspect.signature(Loader.__init__).parameters.values())[1:]
+    assert [names(row[0])[0] for row in table] == [parameter.name for parameter in expected]
+    for row, parameter in zip(table[1:], expected[1:], strict=True):
+        assert row[1] == f"`{parameter.default!r}`".replace("'", '"')
+
+
+def test_readme_fault_table_is_the_policy() -> None:
+    """Every field of `FaultPolicy` is in its table, in order, with its default."""
+    table = rows(section("Options").partition("`FaultPolicy`, a frozen")[2])
+    expected = [(f"`{field.name}`", f"`{field.default!r}`".replace("'", '"')) for field in dataclasses.fields(FaultPolicy)]
+    assert [tuple(row[:2]) for row in table] == expected
+
+
+def test_readme_mentions_every_public_name() -> None:
+    """Whatever can be imported from the package is spoken of."""
+    spoken = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", README))))
+    assert set(ringloader.__all__) - spoken == set()
+
+
+def test_readme_comparison_covers_every_option_of_dataloader() -> None:
+    """Each option of torch's loader says whether it is the same, better or different here."""
+    table = rows(section("Coming from DataLoader"))
+    known = set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
+    assert known <= {name for row in table for name in names(row[0])}
+    assert {row[1] for row in table} <= {"same", "better", "different"}
+
+
+def test_readme_options_of_later_versions_say_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pin_memory` warns once and delivers unpinned; threads are refused where there are workers."""
+    monkeypatch.setattr("ringloader.loader._warned_unpinned", False)
+    for _ in range(2):
+        with Loader(range(4), batch_size=4, pin_memory=True) as loader:
+            assert not next(iter(loader)).is_pinned()
+    assert [record.levelno for record in caplog.records if "page-lock" in record.message] == [logging.WARNING]
+    with pytest.raises(ConfigError, match="pin_memory"):
+        Loader(range(4), pin_memory=True, output="numpy")
+    with pytest.raises(ConfigError, match="thread"):
+        Loader(range(4), worker_backend="thread", num_workers=1)
+
+
+def test_readme_workers_that_build_other_datasets_are_an_error(claims: str) -> None:
+    """A second worker with another length is a FactoryError that names both and the usual causes."""
+
+    def read(loader: Loader) -> None:
+        for _ in range(1000):  # the first worker to be ready may have read an epoch before the second is
+            list(loader)
+
+    with (
+        Loader(FactorySpec(f"{claims}:Unlike"), batch_size=1, num_workers=2) as loader,
+        pytest.raises(FactoryError, match=r"length 4[01] instead of 4[01].*usual causes"),
+    ):
+        read(loader)
+
+
+def test_readme_workers_of_one_epoch_end_with_it() -> None:
+    """With `persistent_workers=False` each epoch has workers of its own, and none stay."""
+    with Loader(range(8), batch_size=4, num_workers=1, persistent_workers=False, drop_last=True) as loader:
+        pids = []
+        for _ in range(2):
+            for batch in loader:
+                assert len(batch) == 4
+                pids.append(loader.stats().worker_pids)
+            assert loader.stats().worker_pids == ()
+    assert len(set(pids)) == 2
+
+
+def test_readme_out_of_order_epoch_has_every_batch_once() -> None:
+    """With `in_order=False` nothing is lost or repeated."""
+    with Loader(range(64), batch_size=4, num_workers=2, in_order=False) as loader:
+        assert sorted(torch.cat(list(loader)).tolist()) == list(range(64))
+
+
+def test_readme_worker_info_is_ours_alone(claims: str) -> None:
+    """In a worker torch's `get_worker_info` gives None, ours does not."""
+    with Loader(FactorySpec(f"{claims}:Asks"), batch_size=4, num_workers=1) as loader:
+        torch_has_none, num_workers = next(iter(loader))
+    assert torch_has_none.all()
+    assert num_workers.tolist() == [1] * 4
+
+
+def test_readme_collation_loses_memory_format_and_aliasing(claims: str) -> None:
+    """A channels_last result arrives contiguous with the same values, one tensor at two places as two."""
+    spec = FactorySpec(f"{claims}:Images")
+    with Loader(spec, batch_size=4, num_workers=1, collate_fn=f"{claims}:twice") as loader:
+        first, second = next(iter(loader))
+    assert first.is_contiguous()
+    assert torch.equal(first[2], torch.arange(24.0).reshape(2, 3, 4) + 2)
+    assert torch.equal(first, second)
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_readme_samples_fetched_together_have_no_index_in_an_error(claims: str) -> None:
+    """With `__getitems__` the error has the batch's indices but not the sample's, and bad samples are not left out."""
+    faults = FaultPolicy(on_bad_sample="skip")
+    with Loader(FactorySpec(f"{claims}:Together"), batch_size=2, num_workers=1, faults=faults) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ringloader.SampleError) as caught:
+            next(iterator)
+    assert (caught.value.index, caught.value.indices) == (None, [2, 3])
