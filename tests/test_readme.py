@@ -8,11 +8,12 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import ringloader
 from ringloader import ConfigError, FactoryError, FactorySpec, FaultPolicy, Loader
@@ -178,6 +179,37 @@ def test_readme_out_of_order_epoch_has_every_batch_once() -> None:
     """With `in_order=False` nothing is lost or repeated."""
     with Loader(range(64), batch_size=4, num_workers=2, in_order=False) as loader:
         assert sorted(torch.cat(list(loader)).tolist()) == list(range(64))
+
+
+@pytest.mark.parametrize(("num_workers", "num_ahead"), [(0, 0), (1, 3)])
+def test_readme_sampler_is_pulled_by_calls_of_next_alone(num_workers: int, num_ahead: int) -> None:
+    """The k-th `next` has pulled k batches and those in flight, however long the loader was left alone in between."""
+    pulled: list[int] = []
+    sampler = (pulled.append(key) or key for key in range(40))  # type: ignore[func-returns-value]
+    with Loader(range(40), batch_size=2, sampler=sampler, num_workers=num_workers, prefetch_factor=3) as loader:
+        iterator = iter(loader)
+        loader.start()
+        assert pulled == []
+        for k in range(1, 6):
+            next(iterator)
+            time.sleep(0.15 if k == 2 else 0.0)  # long enough for the loader's own thread to take over
+            assert len(pulled) == 2 * (k + num_ahead)
+
+
+def test_readme_ranks_with_torchs_sampler_are_not_sharded_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """A DistributedSampler decides alone, and gets its epoch from the loader; without one the loader shards, and says so."""
+    read = []
+    for rank in range(2):
+        sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)  # type: ignore[var-annotated, arg-type]
+        with Loader(range(16), batch_size=4, sampler=sampler, rank=rank, world_size=2) as loader:
+            loader.set_epoch(3)
+            read += torch.cat(list(loader)).tolist()
+        assert sampler.epoch == 3
+    assert sorted(read) == list(range(16))
+    assert "share of each epoch" not in caplog.text
+    with Loader(range(16), batch_size=8, rank=1, world_size=2) as loader:
+        assert next(iter(loader)).tolist() == list(range(1, 16, 2))
+    assert "rank 1 of 2 reads its share of each epoch" in caplog.text
 
 
 def test_readme_worker_info_is_ours_alone(claims: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,11 @@ def expanded(samples: list[Any]) -> Any:
     return np.broadcast_to(np.float32(samples[0]), (2_000_000,))
 
 
+def mean(samples: list[Any]) -> Any:
+    """One number."""
+    return np.array(sum(samples) / len(samples))
+
+
 class Picture(Numbers):
     """Sample: an image that nobody has converted."""
 
@@ -247,10 +253,11 @@ class Objects(Numbers):
 
 
 class Table(Numbers):
-    """Samples of batch k of two are row k of the table of that name; a fresh one is made in every process."""
+    """Samples of batch k of two are row k of the tables of these names, one after the other; made in every process anew."""
 
-    def __init__(self, name: str) -> None:
-        self.rows = tables()[name]
+    def __init__(self, names: tuple[str, ...]) -> None:
+        found = tables()
+        self.rows = [row for name in names for row in found[name]]
         super().__init__(2 * len(self.rows))
 
     def make(self, i: int) -> Any:
@@ -266,6 +273,8 @@ DTYPES = (
 def tables() -> dict[str, list[Any]]:
     """Pairs of samples by case; torch is imported here and nowhere above."""
     import torch
+
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
 
     bits = torch.tensor([0x00, 0x80, 0x7F, 0xFF, 0x01, 0xC1, 0x7E, 0xFE] * 16, dtype=torch.uint8)
     big = torch.arange(1_000_000, dtype=torch.float32)

@@ -74,7 +74,7 @@ def test_b26_ctrl_c_in_next_is_one_keyboard_interrupt(tmp_path: Path) -> None:
     assert errors.count("Traceback") == 1
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids), within_s=3)
-    assert shm_names() == set()
+    assert wait_until(lambda: shm_names() == set())
 
 
 def test_b26_after_ctrl_c_a_new_loader_works_and_the_old_one_closes(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_b42_killed_parent_takes_its_workers_along(where: str, tmp_path: Path) -
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=10)
         assert wait_until(lambda: not any(is_alive(pid) for pid in pids), within_s=1 if where == "sample" else 5)
-    assert shm_names() == set()
+    assert wait_until(lambda: shm_names() == set())
 
 
 def test_b42_workers_started_from_a_thread_outlive_it() -> None:

@@ -119,6 +119,8 @@ def test_b58_dataset_of_a_worker_is_built_once_and_keeps_its_cache(tmp_path: Pat
             for i, pid, hit in (row for batch in loader for row in batch.tolist()):
                 assert hit == ((i, pid) in served)
                 served.add((i, pid))
+        # The second may still be starting when the first has read everything.
+        assert wait_until(lambda: len(builds.read_text().split()) == 2)
         assert sorted(map(int, builds.read_text().split())) == sorted(loader.stats().worker_pids)
         psutil.Process(loader.stats().worker_pids[0]).kill()
         assert sum(len(batch) for batch in loader) == 64
