@@ -16,7 +16,6 @@ __all__ = [
     "InternalError",
     "LayoutError",
     "LoaderError",
-    "LoaderTimeoutError",
     "ProtocolError",
     "RemoteError",
     "RingFullError",
@@ -73,10 +72,6 @@ class WorkerError(LoaderError):
     """A worker died and could not be replaced, or one sample killed workers again and again."""
 
 
-class LoaderTimeoutError(LoaderError, TimeoutError):
-    """Something did not happen within the time that was set for it."""
-
-
 class RingFullError(LoaderError):
     """Every slot is held by batches the caller keeps, and the ring may not grow."""
 
@@ -90,7 +85,7 @@ class ProtocolError(LoaderError):
 
 
 class InternalError(LoaderError):
-    """A bug in this package; `events` holds the last events before it."""
+    """A bug in this package; `events` names the last facts before it, oldest first."""
 
 
 class RemoteError(LoaderError):

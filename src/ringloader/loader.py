@@ -48,18 +48,18 @@ class LoaderStats:
     late answers that were dropped.
     """
 
-    num_batches: int
-    num_samples: int
-    wait_s: float
-    copied_nbytes: int
-    num_restarts: int
-    num_refilled: int
-    num_stale: int
-    num_recoveries: int
-    num_slots: int
-    num_segments: int
-    ring_nbytes: int
-    worker_pids: tuple[int, ...]
+    num_batches: int = 0
+    num_samples: int = 0
+    wait_s: float = 0.0
+    copied_nbytes: int = 0
+    num_restarts: int = 0
+    num_refilled: int = 0
+    num_stale: int = 0
+    num_recoveries: int = 0
+    num_slots: int = 0
+    num_segments: int = 0
+    ring_nbytes: int = 0
+    worker_pids: tuple[int, ...] = ()
 
 
 class Loader:
@@ -103,6 +103,7 @@ class Loader:
         given = {name: value for name, value in locals().items() if name not in ("self", "dataset", "__class__")}
         _refuse_unguarded_main()
         self._options = options.check(given)
+        self._is_seed_drawn = seed is None
         sources.check_dataset(dataset)
         self.dataset = dataset
         self._rank, self._world_size = resolve_rank(self._options.rank, self._options.world_size)
@@ -116,6 +117,7 @@ class Loader:
         self._epoch = 0
         self._engine: Engine | None = None
         self._is_closed = False
+        self._past = LoaderStats()  # of engines that are gone (persistent_workers=False)
         self._wait_s = 0.0
         self._num_batches = 0
         self._skipped: list[object] = []
@@ -182,21 +184,23 @@ class Loader:
 
     def stats(self) -> LoaderStats:
         """What has happened so far."""
+        past = dataclasses.replace(self._past, num_batches=self._num_batches, wait_s=self._wait_s)
         engine = self._engine
-        scheduler = engine.scheduler if engine is not None else None
-        return LoaderStats(
-            num_batches=self._num_batches,
-            num_samples=engine.delivery.num_samples if engine is not None else 0,
-            wait_s=self._wait_s,
-            copied_nbytes=engine.delivery.copied_nbytes if engine is not None else 0,
-            num_restarts=sum(worker.num_restarts for worker in scheduler.workers.all) if scheduler is not None else 0,
-            num_refilled=scheduler.num_refilled if scheduler is not None else 0,
-            num_stale=scheduler.num_stale if scheduler is not None else 0,
-            num_recoveries=engine.pump.num_recoveries if engine is not None else 0,
-            num_slots=len(scheduler.slots.by_id) if scheduler is not None else 0,
-            num_segments=len(engine.ring.segments) if engine is not None else 0,
-            ring_nbytes=engine.ring.nbytes if engine is not None else 0,
-            worker_pids=tuple(engine.pids()) if engine is not None and not self._is_closed else (),
+        if engine is None:
+            return dataclasses.replace(past, num_slots=0, num_segments=0, ring_nbytes=0, worker_pids=())
+        scheduler = engine.scheduler
+        return dataclasses.replace(
+            past,
+            num_samples=past.num_samples + engine.delivery.num_samples,
+            copied_nbytes=past.copied_nbytes + engine.delivery.copied_nbytes,
+            num_restarts=past.num_restarts + sum(worker.num_restarts for worker in scheduler.workers.all),
+            num_refilled=past.num_refilled + scheduler.num_refilled,
+            num_stale=past.num_stale + scheduler.num_stale,
+            num_recoveries=past.num_recoveries + engine.pump.num_recoveries,
+            num_slots=len(scheduler.slots.by_id),
+            num_segments=len(engine.ring.segments),
+            ring_nbytes=engine.ring.nbytes,
+            worker_pids=() if self._is_closed else tuple(engine.pids()),
         )
 
     @property
@@ -233,6 +237,8 @@ class Loader:
                 option="worker_backend",
                 value="thread",
             )
+        if opts.worker_backend == "auto":
+            logger.info("worker_backend='auto': processes, the only backend of this version for num_workers > 0")
         settings, self._length = sources.worker_settings(dataset, opts, self._rank, self._world_size)
         if settings.payload_fd >= 0:
             self._drop_payload = weakref.finalize(self, os.close, settings.payload_fd)
@@ -252,6 +258,7 @@ class Loader:
         """An epoch is over: workers that are not to be kept go."""
         if not self._options.persistent_workers and self._engine is engine and not engine.scheduler.sessions:
             engine.close()
+            self._past = self.stats()
             self._engine = None
 
     def _key_source(self, engine: Engine) -> KeySource:
@@ -283,7 +290,17 @@ class Loader:
 
     def _say_sharding(self) -> None:
         opts = self._options
-        if self._world_size > 1 and opts.sampler is None and opts.batch_sampler is None:
+        if self._world_size == 1 or opts.sampler is not None or opts.batch_sampler is not None:
+            return
+        if opts.shuffle and self._is_seed_drawn:
+            raise ConfigError(
+                f"seed=None with {self._world_size} ranks: each would draw an order of its own and samples would be missed and "
+                "repeated; give every rank the same seed",
+                option="seed",
+                value=None,
+            )
+        if (self._rank, self._world_size) not in _said_sharding:
+            _said_sharding.add((self._rank, self._world_size))
             logger.warning(
                 "rank %d of %d reads its share of each epoch; world_size=1 has every rank read all of it",
                 self._rank,
@@ -443,3 +460,4 @@ def _warn_unpinned() -> None:
 
 
 _warned_unpinned = False
+_said_sharding: set[tuple[int, int]] = set()

@@ -121,7 +121,7 @@ class Names(Numbers):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.names = ["file_%09d.jpg" % i for i in range(size)]
+        self.names = [f"file_{i:09d}.jpg" for i in range(size)]
 
     def make(self, i: int) -> Any:
         return len(self.names[i])
@@ -213,7 +213,7 @@ class OpenFile(Numbers):
 
     def __init__(self, path: str) -> None:
         super().__init__(os.path.getsize(path) // 4)
-        self.file = open(path, "rb", buffering=0)
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115  (open for as long as the dataset)
 
     def make(self, i: int) -> Any:
         self.file.seek(4 * i)
@@ -299,7 +299,8 @@ class Multiplies(Numbers):
         import torch
 
         square = np.ones((600, 600), np.float32)
-        return float((square @ square)[0, 0] + torch.ones(1 << 22).sum() + torch.from_numpy(square).mm(torch.ones(600, 600))[0, 0])
+        products = (square @ square)[0, 0] + torch.from_numpy(square).mm(torch.ones(600, 600))[0, 0]
+        return float(products + torch.ones(1 << 22).sum())
 
 
 class ThreadFacts(Numbers):

@@ -31,7 +31,7 @@ class Program:
 
 
 @contextmanager
-def running(folder: Path, source: str, *arguments: str, program: Program = Program()) -> Iterator[subprocess.Popen[str]]:  # noqa: B008
+def running(folder: Path, source: str, *arguments: str, program: Program = Program()) -> Iterator[subprocess.Popen[str]]:
     """Start `source` as a script, in a process group of its own; whatever is left of it at the end is killed."""
     script = folder / "script.py"
     script.write_text(source)
@@ -56,7 +56,7 @@ def running(folder: Path, source: str, *arguments: str, program: Program = Progr
 
 
 def run(
-    folder: Path, source: str, *arguments: str, program: Program = Program(), within_s: float = 20.0  # noqa: B008
+    folder: Path, source: str, *arguments: str, program: Program = Program(), within_s: float = 20.0
 ) -> subprocess.CompletedProcess[str]:
     """Run `source` to its end. Raises subprocess.TimeoutExpired."""
     with running(folder, source, *arguments, program=program) as process:

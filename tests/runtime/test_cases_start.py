@@ -177,7 +177,9 @@ def test_b25_dataset_of_a_script_works_and_the_guarded_part_runs_once(tmp_path: 
 
 def test_b25_dataset_of_an_interactive_main_is_refused_at_construction(tmp_path: Path) -> None:
     """Where `__main__` has no file, both forms are refused before a worker starts, in words."""
-    done = run(tmp_path, f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {MAIN_DATASET!r}]).returncode)")
+    done = run(
+        tmp_path, f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {MAIN_DATASET!r}]).returncode)"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["script body", "guarded part", *["refused True True True"] * 2]
 
@@ -201,7 +203,11 @@ def test_b28_handle_opened_in_the_constructor_gives_right_values(tmp_path: Path)
     for _ in range(3):
         with Loader(FactorySpec(cases.OpenFile, str(path)), batch_size=8, num_workers=4) as loader:
             assert torch.cat(list(loader)).tolist() == list(range(4000))
-            links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+            links = [
+                os.readlink(f"/proc/self/fd/{fd}")
+                for fd in os.listdir("/proc/self/fd")
+                if os.path.exists(f"/proc/self/fd/{fd}")
+            ]
             assert str(path) not in links
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ringloader import FactorySpec, FaultPolicy, Loader, SampleError, WorkerError
-from tests.runtime.sample_datasets import AlwaysDies, DiesOnce, ExitsOnce, HangsOnce, Numbers, Truncated
+from ringloader import FactoryError, FactorySpec, FaultPolicy, Loader, SampleError, WorkerError
+from tests.runtime.sample_datasets import AlwaysDies, DiesOnce, ExitsOnce, HangsOnce, Numbers, Truncated, first_time
 
 
 def read(loader: Loader) -> list[Any]:
@@ -84,7 +84,7 @@ def test_b02_sample_kills_every_worker_is_named_and_the_epoch_goes_on() -> None:
     """After `sample_deaths` deaths the error names sample, batch and signal; everything else is delivered."""
     with Loader(FactorySpec(AlwaysDies, 60), batch_size=4, num_workers=2) as loader:
         assert read(loader) == [*range(36), "WorkerError", *range(40, 60)]
-        with pytest.raises(WorkerError, match=r"sample 37 ended 1 workers.*SIGKILL") as caught:
+        with pytest.raises(WorkerError, match=r"sample 37 ended 1 worker .*SIGKILL") as caught:
             list(Loader(FactorySpec(AlwaysDies, 60), batch_size=4, num_workers=2, faults=FaultPolicy(sample_deaths=1)))
     assert caught.value.index == 37
     assert caught.value.indices == [36, 37, 38, 39]
@@ -105,3 +105,56 @@ def test_restarts_used_up_raises_and_never_hangs() -> None:
         for _ in range(3):
             with pytest.raises(WorkerError, match=r"faults.restarts=0"):
                 next(iterator)
+
+
+def failing_collate(samples: list[Any]) -> Any:
+    raise RuntimeError("cannot collate this")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_collate_fn_raises_blames_no_sample_and_skips_none(num_workers: int) -> None:
+    """An error of the collate_fn names it, not the last sample, and no policy leaves samples out for it."""
+    with Loader(
+        FactorySpec(Numbers, 8),
+        batch_size=4,
+        num_workers=num_workers,
+        collate_fn=failing_collate,
+        faults=FaultPolicy(on_bad_sample="skip"),
+    ) as loader:
+        with pytest.raises(SampleError, match="collate_fn raised RuntimeError: cannot collate this") as caught:
+            list(loader)
+        assert caught.value.index is None
+        assert loader.skipped == []
+
+
+def test_replaced_sample_of_a_batch_of_one_comes_from_the_next_batch() -> None:
+    """replace holds the number of steps also where the batch has no other sample."""
+    with Loader(FactorySpec(Truncated, 8), batch_size=1, num_workers=1, faults=FaultPolicy(on_bad_sample="replace")) as loader:
+        assert read(loader) == [0, 1, 2, 3, 4, 6, 6, 7]
+
+
+class DiffersByWorker(Numbers):
+    """Has a length that depends on who builds it."""
+
+    def __init__(self, marks: str) -> None:
+        super().__init__(40 if first_time(marks, "first") else 41)
+
+
+def test_p01_workers_that_build_different_datasets_are_refused_by_name(tmp_path: Path) -> None:
+    """Another length is a FactoryError that names the usual causes; the odd worker delivers nothing."""
+    with (
+        Loader(FactorySpec(DiffersByWorker, str(tmp_path)), batch_size=4, num_workers=2) as loader,
+        pytest.raises(FactoryError, match="built another dataset: length 4"),
+    ):
+        for _ in range(50):
+            list(loader)
+
+
+def test_counts_go_on_over_epochs_without_persistent_workers() -> None:
+    """persistent_workers=False: new workers each epoch, one set of counts."""
+    with Loader(FactorySpec(Numbers, 40), batch_size=4, num_workers=1, persistent_workers=False) as loader:
+        for epoch in (1, 2, 3):
+            assert read(loader) == list(range(40))
+            assert loader.stats().num_samples == 40 * epoch
+            assert loader.stats().num_batches == 10 * epoch
+            assert loader.stats().worker_pids == ()

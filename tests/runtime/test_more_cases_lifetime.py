@@ -1,4 +1,5 @@
-"""Reported cases around how long things live: views after close, threads, a full /dev/shm, names, exits, output, descriptors."""
+"""Reported cases around how long things live: views after close, threads, a full /dev/shm, names, exits, output,
+descriptors."""
 
 from __future__ import annotations
 
@@ -276,7 +277,7 @@ def test_b93_five_hundred_leaves_are_one_slot_and_handed_over_at_once() -> None:
         with Loader(FactorySpec(cases.ManyLeaves, 1200, num_leaves), batch_size=1, num_workers=1) as loader:
             iterator, times_s = iter(loader), []
             for k in range(1000 if num_leaves == 1 else 200):
-                if k < 30:
+                if 0 < k < 30:
                     # What is timed is the hand-over of a batch that is there, not the wait for it.
                     assert wait_until(lambda: iterator._session.head() is not None)
                 began_s = time.perf_counter()
@@ -288,7 +289,7 @@ def test_b93_five_hundred_leaves_are_one_slot_and_handed_over_at_once() -> None:
             assert batch[f"k{num_leaves - 1}"].tolist() == [[float(num_leaves - 1)] * 256]
             footprints.append(_footprint())
             del batch
-        assert statistics.median(times_s[:30]) < 0.010 * UNIT_S
+        assert statistics.median(times_s[1:30]) < 0.010 * UNIT_S
     assert len(set(footprints)) == 1, footprints
 
 

@@ -6,8 +6,7 @@ Every command is idempotent: carried out twice, or carried out for an incarnatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from ringloader._core.messages import Fill
 
@@ -148,10 +147,9 @@ class DropSegment:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Tell the user, now, through `warnings` or the log."""
+    """Tell the user, now, through the log."""
 
     text: str
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 Command = StartWorker | KillWorker | AbandonWorker | SendFill | SendCancel | AddSegment | DropSegment | Warn

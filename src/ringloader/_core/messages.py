@@ -122,7 +122,8 @@ class NeedRoom:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The batch could not be made. `kind` is "sample" (the dataset raised at `sample`) or "layout" (samples disagree).
+    """The batch could not be made. `kind` is "sample" (the dataset raised at `sample`), "collate" (the
+    `collate_fn` did) or "layout" (samples disagree).
 
     `sample` is the place within the batch, -1 when no single sample is to blame.
     """

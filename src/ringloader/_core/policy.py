@@ -20,7 +20,8 @@ class FaultPolicy:
     restarts: replacements per worker within `window_s`; with one more death it is given up. backoff_s: wait before the second
     of several restarts with no batch made in between, doubling to `max_backoff_s`. stall_s: no progress within one sample.
     None: no limit. start_timeout_s: for import, build and init together. sample_deaths: deaths during one sample until it
-    counts as bad. on_bad_sample: "raise"; "skip" leaves it out; "replace" puts another sample of the epoch in its place.
+    counts as bad. on_bad_sample: "raise"; "skip" leaves it out; "replace" puts another sample of the same batch in its place,
+    or of the next batch.
 
     Raises ConfigError for a value that cannot be.
     """

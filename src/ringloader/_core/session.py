@@ -27,7 +27,7 @@ class BatchState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a batch cannot be handed over: a worker's `Failed` (kind "sample" or "layout"), or deaths (kind "deaths")."""
+    """Why a batch cannot be handed over: a worker's `Failed` (its kind), or deaths (kind "deaths")."""
 
     kind: str
     sample: int
@@ -185,10 +185,16 @@ class Session:
         return self.ended and not self.batches
 
     def leave_out(self, batch: Batch, sample: int, *, replace: bool) -> bool:
-        """Skip or replace the sample at a place of a batch; False when no good sample is left to stand in."""
+        """Skip or replace the sample at a place of a batch; False when no good sample is left.
+
+        Another sample of the batch stands in, or, when there is none, one of the next batch.
+        """
         keys = batch.key_list()
         bad = keys[sample]
         others = [key for key in keys if key != bad and key not in self.skipped]
+        following = self.batches.get(batch.batch_id + 1)
+        if replace and not others and following is not None:
+            others = [key for key in following.key_list() if key != bad and key not in self.skipped]
         if not others:
             return False
         if bad not in self.skipped:

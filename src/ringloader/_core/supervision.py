@@ -17,6 +17,7 @@ from ringloader._core import messages as msg
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.room import Room
 from ringloader._core.session import Batch, BatchState, Fault, Session
+from ringloader._core.units import counted
 from ringloader._core.workers import UNREAPED_S, Worker, Workers, WorkerState
 
 
@@ -52,6 +53,10 @@ class Supervision:
             self.dataset_facts = message.facts
         else:
             self._compare(worker, message.facts)
+        if self.mismatch is not None:
+            # No batch may come from it, and the run is over.
+            self._kill(worker, self.mismatch, now_s, dump=False)
+            return
         worker.state, worker.since_s = WorkerState.RUNNING, now_s
 
     def start_failed(self, worker: Worker, message: msg.StartFailed) -> None:
@@ -73,6 +78,8 @@ class Supervision:
             return
         worker.pid = -1
         restarts = self.workers.died(worker, now_s)
+        if blamed is not None:
+            story += _scene(blamed[1], event.death)
         if blamed is not None and event.death.sample >= 0:
             restarts = self._blame(worker, *blamed, event.death.sample, story, restarts=restarts)
         self._tell_death(worker, story, event.death, restarts=restarts)
@@ -115,7 +122,7 @@ class Supervision:
 
     def _tell_death(self, worker: Worker, story: str, death: ev.Death, *, restarts: bool) -> None:
         faults = self.policy.faults
-        budget = f"{len(worker.deaths)} deaths within {faults.window_s:g} s, faults.restarts={faults.restarts}"
+        budget = f"{counted(len(worker.deaths), 'death')} within {faults.window_s:g} s, faults.restarts={faults.restarts}"
         if restarts:
             text = f"{story}; it is replaced and its batches are made again ({budget})"
         else:
@@ -123,7 +130,7 @@ class Supervision:
             text = f"{story}; it is given up ({budget}), {left} of {len(self.workers.all)} workers are left"
         if death.trace:
             text += f"\nits stack:\n{death.trace}"
-        self._outbox.append(ev.Warn(text, {"worker": worker.worker_id, "returncode": death.returncode}))
+        self._outbox.append(ev.Warn(text))
 
     def broken(self, event: ev.WorkerBroken, now_s: float) -> None:
         """A worker said what makes no sense: nothing it says can be trusted."""
@@ -172,8 +179,8 @@ class Supervision:
             if facts.get(name) != first.get(name):
                 self.mismatch = (
                     f"worker {worker.worker_id} (incarnation {worker.incarnation}) built another dataset: "
-                    f"{name} {facts.get(name)!r} instead of {first.get(name)!r}; usual causes are an unseeded shuffle or split, "
-                    "an unsorted directory listing, the order of a set, or files that changed since the first start"
+                    f"{name} {facts.get(name)!r} instead of {first.get(name)!r}; usual causes are an unseeded shuffle or "
+                    "split, an unsorted directory listing, the order of a set, or files that changed since the first start"
                 )
         digests, expected = facts.get("digests", {}), first.get("digests", {})
         differing = sorted(name for name in digests if name in expected and digests[name] != expected[name])
@@ -182,8 +189,7 @@ class Supervision:
             self._outbox.append(
                 ev.Warn(
                     f"the dataset of worker {worker.worker_id} differs from the first worker's in attribute {names}; "
-                    "if samples depend on it, build it the same way everywhere (sorted listings, seeded draws)",
-                    {"worker": worker.worker_id, "attributes": differing},
+                    "if samples depend on it, build it the same way everywhere (sorted listings, seeded draws)"
                 )
             )
 
@@ -196,6 +202,13 @@ def _story(worker: Worker, death: ev.Death) -> str:
             f"{who} was killed: {worker.kill_reason}" if worker.state is WorkerState.KILLED else f"{who}: {worker.kill_reason}"
         )
     return f"{who} {describe_exit(death.returncode)}"
+
+
+def _scene(batch: Batch, death: ev.Death) -> str:
+    """What the worker was doing."""
+    keys = batch.key_list()
+    sample = f" sample {keys[death.sample]!r} of" if 0 <= death.sample < len(keys) else ""
+    return f" while {death.stage}{sample} batch {batch.batch_id}"
 
 
 def describe_exit(returncode: int | None) -> str:

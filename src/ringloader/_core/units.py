@@ -17,6 +17,11 @@ def align_slot(nbytes: int) -> int:
     return max(unit, -(-nbytes // unit) * unit)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return e.g. "1 worker", "3 workers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def in_words(nbytes: int) -> str:
     """Return e.g. "38.5 MiB"."""
     size, power = float(nbytes), 0

@@ -50,6 +50,16 @@ def build_dataset(settings: dict[str, Any], payload: list[int]) -> Any:
     return factory.unpickle_dataset(bytes(parts[0]), parts[1:])
 
 
+def check_built(dataset: Any) -> None:
+    """Refuse what a factory built and no loader can read. Raises TypeError."""
+    if not hasattr(dataset, "__getitem__"):
+        kind = type(dataset).__qualname__
+        what = "is iterable only" if hasattr(dataset, "__iter__") else "has no __getitem__"
+        raise TypeError(
+            f"the factory built a {kind}, which {what}; this version reads map-style datasets (__len__, __getitem__)"
+        )
+
+
 PAYLOAD_ALIGNMENT = 64
 
 

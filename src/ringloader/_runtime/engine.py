@@ -162,6 +162,8 @@ class Engine:
 
     def _take(self, session: Session) -> Any:
         """Under the lock: the session's next batch as a 1-tuple, an exception, or None when it must be waited for."""
+        if self.scheduler.supervision.mismatch is not None:
+            return self._hopeless(session)
         batch = session.head()
         if batch is not None:
             return self.delivery.deliver(session, batch)

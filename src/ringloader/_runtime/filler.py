@@ -140,10 +140,17 @@ class Filler:
             if words[cancel] == serial:
                 raise CancelledFill
             if self._seed_samples:
-                self._seeder.for_position(fill.epoch, fill.position + place * self._info.world_size)
+                self._seed_sample(fill, place)
             add(dataset[key])
             if not place:
                 add = batch.next_add
+
+    def _seed_sample(self, fill: msg.Fill, place: int) -> None:
+        """Seed for one sample: by its own position where the order is ours, else by its place in its batch."""
+        if fill.position >= 0:
+            self._seeder.for_position(fill.epoch, fill.position + place * self._info.world_size)
+        else:
+            self._seeder.for_position(fill.epoch, fill.position, place + 1)
 
     def _place(self, fill: msg.Fill, kept: _Kept, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
         """Write a made batch into the slot, or keep it and ask for room."""
@@ -196,11 +203,13 @@ class Filler:
                 set_epoch(epoch)
 
     def _failed(self, fill: msg.Fill, error: BaseException) -> msg.Failed:
-        place = self._page.view().sample
+        view = self._page.view()
+        is_fetching = view.stage == status.STAGES[status.FETCHING]
+        place, facts = view.sample if is_fetching else -1, {}
         if isinstance(error, LayoutError):
             kind, facts = "layout", _plain_facts(error)
         else:
-            kind, facts = "sample", {}
+            kind = "sample" if is_fetching else "collate"
         return msg.Failed(
             fill.serial, fill.generation, kind, place, type_name(error), safe_text(error), format_traceback(error), facts
         )

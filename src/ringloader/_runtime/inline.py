@@ -16,6 +16,7 @@ import numpy as np
 
 from ringloader._core import messages as msg
 from ringloader._core.events import WorkerBroken, WorkerExited, WorkerView
+from ringloader._runtime.building import check_built
 from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
 from ringloader._runtime.pool import Fact
 from ringloader._runtime.seeding import LateImports, Seeder, Undisturbed
@@ -25,7 +26,7 @@ from ringloader._runtime.worker_info import WorkerInfo, get_worker_info, set_wor
 
 
 class InlinePool:
-    """One worker that is this very thread, behind the backend interface (see engine.py).
+    """One worker that is this very thread, behind the backend interface (see pump.py).
 
     `build` returns the dataset and its collator and runs the user's init function; `facts` of the dataset are made from it.
     """
@@ -80,6 +81,7 @@ class InlinePool:
     def _built(self) -> msg.Ready | msg.StartFailed:
         try:
             dataset, collator = self._build()
+            check_built(dataset)
             self._info.dataset = dataset
             self._filler = Filler(
                 dataset,

@@ -1,7 +1,7 @@
 """Worker processes as a backend: facts of sockets and processes out, messages and signals in.
 
 Owns the processes of one loader, one pipe and one status page each, and which segments each has mapped. It judges nothing:
-what a death or an answer means is the scheduler's. Workers are started, killed and reaped in bulk by the engine's own thread,
+what a death or an answer means is the scheduler's. Workers are started, killed and reaped in bulk by the watching thread,
 because a worker dies with the thread that started it (parent-death signal). Must not call torch or user code.
 """
 
@@ -21,7 +21,7 @@ from ringloader._core.messages import Message
 from ringloader._runtime.pipe import Closed, NonBlockingPipe
 from ringloader._runtime.process import WorkerProcess
 from ringloader._runtime.segment import Segment
-from ringloader._runtime.status import StatusPage
+from ringloader._runtime.status import FETCHING, STAGES, StatusPage
 from ringloader.errors import ProtocolError
 
 # Deadlines of a polite end: idle workers leave within milliseconds; one inside user code gets a chance, then no choice.
@@ -56,7 +56,7 @@ class WorkerSettings:
 
 
 class ProcessPool:
-    """Worker processes behind the backend interface (see engine.py)."""
+    """Worker processes behind the backend interface (see pump.py)."""
 
     is_inline = False
     needs_drain = False  # some process has no pidfd, so its end shows only by looking
@@ -135,14 +135,16 @@ class ProcessPool:
             return []
         facts: list[Fact] = [] if member.is_closed or member.is_abandoned else self._read(member, drain=True)
         view = member.process.page.view()
-        death = Death(member.process.returncode, view.serial, view.sample, view.stage, member.process.page.trace())
+        # Only while samples are fetched one by one can a death be blamed on one of them.
+        sample = view.sample if view.stage == STAGES[FETCHING] else -1
+        death = Death(member.process.returncode, view.serial, sample, view.stage, member.process.page.trace())
         self._remove(member)
         return [*facts, WorkerExited(member.worker_id, member.incarnation, death)]
 
     # --- commands -------------------------------------------------------------------------------------------------------
 
     def start_worker(self, worker_id: int, incarnation: int) -> Callable[[], WorkerExited | None]:
-        """Start a process, outside any lock; the function returned takes it in, and must be called under the engine's lock."""
+        """Start a process, outside any lock; the function returned takes it in, and must be called under the pump's lock."""
         page_fd = StatusPage.create()
         try:
             page = StatusPage(page_fd)

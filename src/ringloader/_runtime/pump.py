@@ -6,8 +6,8 @@ Who pumps. Waiting for facts is done by one thread at a time, the leader: a cons
 (watch.py) when no consumer has been there for a while. Others wait on a bell; whoever stops leading rings it. The lock is
 held to change state, never while waiting, starting, reserving memory or in user code.
 
-Interrupts. Each change of state runs between `is_dirty = True` and `is_dirty = False` under the lock. Whoever takes the lock and
-finds the flag set knows that an exception broke into the middle: all workers are killed and every batch that is not with the
+Interrupts. Each change of state runs between `is_dirty = True` and `is_dirty = False` under the lock. Whoever takes the lock
+and finds the flag set knows that an exception broke into the middle: all workers are killed and every batch that is not with the
 user is made again from what cannot be half done (scheduler.recover). The watching thread does that, as it does every start and
 kill: signals never interrupt it, and workers die with the thread that started them.
 
@@ -40,6 +40,7 @@ logger = logging.getLogger("ringloader")
 # How often to look for released slots while a batch waits for one.
 _ROOM_LOOK_S = 0.02
 _REPAIR_LOOK_S = 1.0
+_HISTORY = 50
 
 Ready = list[tuple[int, int]]
 
@@ -67,6 +68,7 @@ class Pump:
         self.num_recoveries = 0
         self._delivery = delivery
         self._notes: deque[str] = deque()
+        self._history: deque[str] = deque(maxlen=_HISTORY)  # names of the last facts, for an InternalError
         self._growth: ev.AddSegment | None = None
         self._grown: ev.SegmentAdded | ev.SegmentRefused | None = None
 
@@ -100,8 +102,10 @@ class Pump:
 
     def _bounded(self, timeout_s: float | None) -> float | None:
         """How long the leader may sleep: not past the next look, and not at all when something waits here already."""
+        if self.backend.is_inline:
+            return timeout_s  # it works rather than waits, and 0 would have it put off its work
         if self.ring.ended or self.abandoned or self.is_dirty or self.is_closed:
-            return 0.0 if not self.backend.is_inline else timeout_s
+            return 0.0
         if self.scheduler.wants_room and timeout_s != 0.0:
             # Nothing tells when the user lets a batch go: what could (a callback in Python) is not safe from signals.
             timeout_s = _ROOM_LOOK_S if timeout_s is None else min(timeout_s, _ROOM_LOOK_S)
@@ -140,11 +144,15 @@ class Pump:
         """One change of state. Held: the lock. An exception in it leaves the mark for a repair."""
         now_s = time.monotonic()
         self.is_dirty = True
-        if not self.is_closed:
-            self._take_in(self.backend.wait(0.0) if ready is None else ready, now_s)
-        got = ask() if ask is not None else None
-        self.scheduler.dispatch(now_s)
-        self._flush()
+        try:
+            if not self.is_closed:
+                self._take_in(self.backend.wait(0.0) if ready is None else ready, now_s)
+            got = ask() if ask is not None else None
+            self.scheduler.dispatch(now_s)
+            self._flush()
+        except InternalError as error:
+            error.facts["events"] = list(self._history)
+            raise
         self.is_dirty = False
         return got
 
@@ -170,11 +178,13 @@ class Pump:
 
     def _tell(self, fact: Any, now_s: float) -> None:
         if type(fact) is not tuple:
+            self._history.append(repr(fact))
             if isinstance(fact, ev.WorkerExited):
                 self._delivery.forget(fact.worker_id, fact.incarnation)
             self.scheduler.handle(fact, now_s)
             return
         worker_id, incarnation, message = fact
+        self._history.append(f"{type(message).__name__} of worker {worker_id}.{incarnation}")
         if type(message) is msg.Filled:
             message = self._delivery.define(worker_id, incarnation, message)
             if message is None:
@@ -322,7 +332,7 @@ class Bell:
     """Wakes every thread that waits for it.
 
     In place of `threading.Condition`, whose methods are Python code: a KeyboardInterrupt inside its `__enter__` or `__exit__`
-    leaves the lock held for ever. `waiter` and `ring` are called under the engine's lock, `acquire` on the waiter outside it.
+    leaves the lock held for ever. `waiter` and `ring` are called under the pump's lock, `acquire` on the waiter outside it.
     """
 
     def __init__(self) -> None:

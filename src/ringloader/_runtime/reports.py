@@ -12,7 +12,7 @@ from ringloader._core.messages import Failed, StartFailed
 from ringloader._core.room import room_sentence
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Fault, Session
-from ringloader._core.units import in_words
+from ringloader._core.units import counted, in_words
 from ringloader.errors import (
     ConfigError,
     FactoryError,
@@ -36,7 +36,7 @@ def batch_error(batch: Batch, fault: Fault, *, inline: bool) -> LoaderError:
     if fault.failed is None:
         deaths = batch.deaths.get(fault.sample, 0)
         return WorkerError(
-            f"sample {key!r} ended {deaths} workers (faults.sample_deaths), {where} with indices {_brief(keys)}; "
+            f"sample {key!r} ended {counted(deaths, 'worker')} (faults.sample_deaths), {where} with indices {_brief(keys)}; "
             f"last: {fault.text}; faults.on_bad_sample='skip' or 'replace' leaves such samples out",
             index=key,
             batch=batch.batch_id,
@@ -55,8 +55,9 @@ def _from_failed(batch: Batch, failed: Failed, key: object, where: str, worker: 
         error = LayoutError(f"{failed.error} ({where})", **{**facts, "batch": batch.batch_id, "worker": worker})
     else:
         advice = "; a debugger needs num_workers=0" if failed.error_type.endswith("BdbQuit") else ""
+        who = {"collate": "collate_fn"}.get(failed.kind, "the dataset" if key is None else f"sample {key!r}")
         error = SampleError(
-            f"sample {key!r} raised {failed.error_type}: {failed.error}{advice} ({where}, indices {_brief(batch.key_list())})"
+            f"{who} raised {failed.error_type}: {failed.error}{advice} ({where}, indices {_brief(batch.key_list())})"
             f"\n\n{failed.traceback}",
             index=key,
             batch=batch.batch_id,

@@ -23,9 +23,9 @@ _BUILD_EPOCH = -1
 _TORCH_FIRST_SEED = 67280421310721
 
 
-def draw_key(seed: int, epoch: int, position: int) -> int:
-    """Return 128 bits that are a function of the three alone. Source: BLAKE2, RFC 7693."""
-    packed = struct.pack("<Qqq", seed & 0xFFFFFFFFFFFFFFFF, epoch, position)
+def draw_key(seed: int, epoch: int, position: int, place: int = 0) -> int:
+    """Return 128 bits that are a function of the four alone. Source: BLAKE2, RFC 7693."""
+    packed = struct.pack("<Qqqq", seed & 0xFFFFFFFFFFFFFFFF, epoch, position, place)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=16).digest(), "little")
 
 
@@ -40,9 +40,9 @@ class Seeder:
         """Seed for the construction of the dataset."""
         self._seed_all(draw_key(self._seed, _BUILD_EPOCH, 0))
 
-    def for_position(self, epoch: int, position: int) -> None:
-        """Seed for a batch, or a sample, that begins at a global position of an epoch."""
-        self._seed_all(draw_key(self._seed, epoch, position))
+    def for_position(self, epoch: int, position: int, place: int = 0) -> None:
+        """Seed for a batch, or a sample, that begins at a global position of an epoch; `place` counts samples without one."""
+        self._seed_all(draw_key(self._seed, epoch, position, place))
 
     def _seed_all(self, key: int) -> None:
         self._key = key
@@ -115,7 +115,7 @@ class Undisturbed:
         self._torch = None
         import numpy as np
 
-        numpy_random: Any = np.random  # numpy itself loads it at first use, which in the midst of a batch is too late to seed it
+        numpy_random: Any = np.random  # numpy itself loads it at first use, in the midst of a batch
         # Lending another bit generator costs 3 us; saving and restoring the state costs 70.
         self._numpy = numpy_random.get_bit_generator()
         numpy_random.set_bit_generator(numpy_random.MT19937(0))

@@ -1,8 +1,8 @@
 """The main program of a worker process.
 
 Owns its life: take the handshake, build the dataset, answer Fills one after the other, leave when told, when the pipe ends or
-with its parent. First acts: die with the thread that started it, unblock signals. It answers before it looks for more, and reads
-everything that waits before it begins a Fill, so a Cancel overtakes. stdout and stderr are the user's. Must import light: no
+with its parent. First acts: die with the thread that started it, unblock signals. It answers before it looks for more, and
+reads everything that waits before it begins a Fill, so a Cancel overtakes. stdout and stderr are the user's. Must import light: no
 torch unless the user's code does.
 """
 
@@ -161,7 +161,7 @@ class _Worker:
 
 
 def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Filler, dict[str, object]]:
-    from ringloader._runtime.building import build_collator, build_dataset, import_target, prepare, run_init
+    from ringloader._runtime.building import build_collator, build_dataset, check_built, import_target, prepare, run_init
 
     settings: dict[str, Any] = setup.settings
     seeder = Seeder(settings["seed"])
@@ -174,6 +174,7 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     import_target(settings)
     page.stage(status.BUILDING)
     dataset = info.dataset = build_dataset(settings, payload)
+    check_built(dataset)
     collator = build_collator(settings)
     page.stage(status.INIT)
     run_init(settings, setup.worker_id)

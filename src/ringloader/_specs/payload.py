@@ -126,7 +126,7 @@ def _pickle(
 def too_large(value: Any, argument: str, max_nbytes: int) -> ConfigError:
     """Return the error for an argument that outgrows its bound."""
     remedy = (
-        "pass a path and read it inside the factory, or put large arrays into shared memory with SharedArrays or SharedRecords"
+        "pass a path and read or memory-map it inside the factory"
     )
     return ConfigError(
         f"{argument} is too large to be sent to the workers: {_type_name(value)} takes more than {max_nbytes >> 20} MiB "
