@@ -11,7 +11,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringloader._core import events as ev
@@ -89,7 +89,7 @@ class Simulation:
         self.finish()
 
     def open(self, k: int) -> None:
-        session = Session(k, k, in_order=self.rng.random() < 0.85)
+        session = Session(k, k, in_order=self.rng.random() < 0.7)
         self.core.open_session(session)
         consumer = SimConsumer(self, session, self.rng.randrange(1, 9))
         self.sessions.append(consumer)
@@ -225,6 +225,10 @@ class Simulation:
         return ev.WorkerView(worker.running.serial, 0, worker.began_s, "fetching")
 
     def say(self, worker: SimWorker, message: Any) -> None:
+        if hasattr(message, "generation") and self.rng.random() < 0.02:
+            # An answer of an earlier use of the slot, come late.
+            late = replace(message, generation=message.generation - 1)
+            self.act(lambda: self.core.receive(worker.worker_id, worker.incarnation, late, self.now_s))
         if worker.answering and worker.alive:
             self.act(lambda: self.core.receive(worker.worker_id, worker.incarnation, message, self.now_s))
 
@@ -291,6 +295,10 @@ class Simulation:
         if held.place is not None:
             pending = self.rng.random() < 0.2
             self.act(lambda: self.core.handle(ev.SlotReleased(*held.key, pending), self.now_s))
+            if self.rng.random() < 0.3:
+                # Released by hand first, and by the last view's end much later: the slot may be somebody else's by then.
+                again = ev.SlotReleased(*held.key)
+                self.later(self.rng.random() * 3, lambda: self.act(lambda: self.core.handle(again, self.now_s)))
             if pending:
                 self.later(self.rng.random(), lambda: self.act(lambda: self.core.handle(ev.SlotCompleted(*held.key), self.now_s)))
 

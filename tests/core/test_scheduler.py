@@ -8,8 +8,8 @@ import pytest
 
 from tests.core.simulation import Simulation
 
-# Enough to reach every branch many times and stay within seconds; RINGLOADER_SCHEDULES=20000 runs the full count.
-_NUM_SCHEDULES = int(os.environ.get("RINGLOADER_SCHEDULES", "3000"))
+# Rare orders of events need many schedules; about a millisecond each.
+_NUM_SCHEDULES = int(os.environ.get("RINGLOADER_SCHEDULES", "20000"))
 _NUM_BLOCKS = 10
 
 

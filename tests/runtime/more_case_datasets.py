@@ -105,13 +105,15 @@ class Epochs(Numbers):
 
 
 class Text(Numbers):
-    """Sample i is i and a long string."""
+    """Sample i is i and a long string; all but the first wait for the file `gate`, if there is one."""
 
-    def __init__(self, size: int, num_characters: int, ballast: str = "") -> None:
+    def __init__(self, size: int, num_characters: int, *, ballast: str = "", gate: str = "") -> None:
         super().__init__(size)
-        self.text, self.ballast = "x" * num_characters, ballast
+        self.text, self.ballast, self.gate = "x" * num_characters, ballast, gate
 
     def make(self, i: int) -> Any:
+        if i and self.gate:
+            await_file(self.gate)
         return i, f"{i} {self.text}"
 
 

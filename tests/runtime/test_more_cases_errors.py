@@ -4,15 +4,17 @@ workers, breakpoints."""
 from __future__ import annotations
 
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ringloader import FactoryError, FactorySpec, Loader, LoaderError, SampleError
+from ringloader import FactoryError, FactorySpec, FaultPolicy, Loader, LoaderError, SampleError
 from ringloader._runtime.pool import ProcessPool
 from tests.runtime import more_case_datasets as cases
 from tests.runtime.conftest import UNIT_S, wait_until
@@ -25,7 +27,7 @@ def test_b61_long_texts_long_arguments_and_many_in_flight() -> None:
     with Loader(spec, batch_size=2, num_workers=4) as loader:
         seen = []
         for indices, texts in loader:
-            assert [(text.partition(" ")[0], len(text)) for text in texts] == [(str(i), 2_500_001 + len(str(int(i)))) for i in indices]
+            assert all(text == f"{i} " + "x" * 2_500_000 for i, text in zip(indices.tolist(), texts, strict=True))
             seen += indices.tolist()
         assert seen == list(range(24))
 
@@ -51,28 +53,20 @@ def test_b61_error_text_of_50_mb_is_cut_and_says_so(num_workers: int) -> None:
     assert caught.value.original_message.endswith("xend")
 
 
-def test_b61_close_while_a_worker_writes_what_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is blocked in a send is ended like one that is busy."""
-    with Loader(FactorySpec(cases.Text, 24, 5_000_000), batch_size=1, num_workers=2) as loader:
-        next(iter(loader))
-        monkeypatch.setattr(ProcessPool, "_read", lambda self, member, drain=False: [])
+def test_b61_close_while_a_worker_writes_what_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are blocked in a send are ended like busy ones."""
+    spec = FactorySpec(cases.Text, 24, 5_000_000, gate=str(tmp_path / "go"))
+    with Loader(spec, batch_size=1, num_workers=2) as loader:
         iterator = iter(loader)
+        assert len(next(iterator)) == 2
         engine = loader._engine
         assert engine is not None
-        engine._step((), lambda: _submit(engine, iterator))
-        assert wait_until(lambda: _stages(engine) == ["sending"] * 2)
+        monkeypatch.setattr(ProcessPool, "_read", lambda self, member, drain=False: [])
+        (tmp_path / "go").touch()
+        assert wait_until(lambda: [engine.backend.observe(k).stage for k in range(2)] == ["sending"] * 2)
         began_s = time.monotonic()
         loader.close()
         assert time.monotonic() - began_s < 4.0 * UNIT_S
-
-
-def _submit(engine: Any, iterator: Any) -> None:
-    for batch_id, keys in iterator._pull():
-        engine.scheduler.submit(iterator._session.session_id, batch_id, keys)
-
-
-def _stages(engine: Any) -> list[str]:
-    return [engine.backend.observe(worker_id).stage for worker_id in range(2)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -121,8 +115,6 @@ HABITS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def _story(dataset: Any, options: dict[str, Any], num_workers: int) -> list[Any]:
     """Two epochs: batches as plain values, errors as type, text and facts without what tells one process from another."""
-    from ringloader import FaultPolicy
-
     options = {"batch_size": 2, "num_workers": num_workers, **options}
     if "on_bad_sample" in options:
         options["faults"] = FaultPolicy(on_bad_sample=options.pop("on_bad_sample"))
@@ -159,7 +151,6 @@ def _words(error: LoaderError) -> tuple[object, ...]:
 
 
 def _plain(value: Any) -> Any:
-    convert: Callable[[Any], Any]
     if isinstance(value, dict):
         return {key: _plain(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
@@ -175,7 +166,7 @@ def test_b94_workers_change_neither_batches_nor_words(habit: str) -> None:
     dataset, options = HABITS[habit]
     inline, workers = (_story(dataset, options, num_workers) for num_workers in (0, 2))
     assert inline == workers
-    assert len(inline) > 1
+    assert len(inline) > 1 or habit == "empty"
 
 
 def test_b94_breakpoint_in_a_worker_is_an_error_with_advice(capfd: pytest.CaptureFixture[str]) -> None:
@@ -195,8 +186,6 @@ def test_b94_breakpoint_inline_reaches_the_debugger(monkeypatch: pytest.MonkeyPa
     frames: list[str] = []
 
     def hook() -> None:
-        import sys
-
         frames.append(sys._getframe(1).f_code.co_name)
 
     monkeypatch.setattr("sys.breakpointhook", hook)

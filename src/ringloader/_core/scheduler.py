@@ -112,7 +112,7 @@ class Scheduler:
     def receive(self, worker_id: int, incarnation: int, message: msg.FromWorker, now_s: float) -> None:
         """Take one message of a worker; one of an incarnation that is gone changes nothing."""
         worker = self.workers.get(worker_id, incarnation)
-        if worker is None or worker.state in (WorkerState.STOPPED, WorkerState.GIVEN_UP, WorkerState.BACKOFF):
+        if worker is None:
             self.num_stale += 1
             return
         kind = type(message)
@@ -204,8 +204,6 @@ class Scheduler:
         session_id, fill = held
         session = self.sessions.get(session_id)
         batch = session.batches.get(fill.batch_id) if session is not None else None
-        if batch is not None and (batch.state is not BatchState.ISSUED or batch.serial != message.serial):
-            batch = None
         self._answers[type(message)](worker, message, fill, batch)
 
     def _on_filled(self, worker: Worker, message: msg.Filled, fill: msg.Fill, batch: Batch | None) -> None:

@@ -132,7 +132,10 @@ class Session:
 
     def oldest(self) -> Batch | None:
         """The oldest batch not handed over."""
-        return next(iter(self.batches.values()), None)
+        if self.in_order:
+            return next(iter(self.batches.values()), None)
+        # Batches that come back from the user's hand may stand before older ones.
+        return self.batches[min(self.batches)] if self.batches else None
 
     def youngest_ready(self) -> Batch | None:
         """The batch whose slot may be taken back for the sake of the oldest."""

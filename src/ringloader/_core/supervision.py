@@ -16,7 +16,7 @@ from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.room import Room
-from ringloader._core.session import Batch, BatchState, Fault, Session
+from ringloader._core.session import Batch, Fault, Session
 from ringloader._core.units import counted
 from ringloader._core.workers import UNREAPED_S, Worker, Workers, WorkerState
 
@@ -92,8 +92,8 @@ class Supervision:
             self._room.take_back(fill)
             session = self._sessions.get(session_id)
             batch = session.batches.get(fill.batch_id) if session is not None else None
-            if session is None or batch is None or batch.serial != serial or batch.state is not BatchState.ISSUED:
-                continue
+            if session is None or batch is None:
+                continue  # the session was closed
             session.wait(batch)
             batch.last_exit = story
             self.num_refilled += 1

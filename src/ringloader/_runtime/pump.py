@@ -7,9 +7,9 @@ Who pumps. Waiting for facts is done by one thread at a time, the leader: a cons
 held to change state, never while waiting, starting, reserving memory or in user code.
 
 Interrupts. Each change of state runs between `is_dirty = True` and `is_dirty = False` under the lock. Whoever takes the lock
-and finds the flag set knows that an exception broke into the middle: all workers are killed and every batch that is not with the
-user is made again from what cannot be half done (scheduler.recover). The watching thread does that, as it does every start and
-kill: signals never interrupt it, and workers die with the thread that started them.
+and finds the flag set knows that an exception broke into the middle: all workers are killed and every batch that is not with
+the user is made again from what cannot be half done (scheduler.recover). The watching thread does that, as it does every
+start and kill: signals never interrupt it, and workers die with the thread that started them.
 
 Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`,
 `kill_worker`, `abandon_worker`, `send_fill`, `send_cancel`, `drop_segment`, `kill_all`, `stop`, `close`, `observe`, `pid`,

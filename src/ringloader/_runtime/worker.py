@@ -2,8 +2,8 @@
 
 Owns its life: take the handshake, build the dataset, answer Fills one after the other, leave when told, when the pipe ends or
 with its parent. First acts: die with the thread that started it, unblock signals. It answers before it looks for more, and
-reads everything that waits before it begins a Fill, so a Cancel overtakes. stdout and stderr are the user's. Must import light: no
-torch unless the user's code does.
+reads everything that waits before it begins a Fill, so a Cancel overtakes. stdout and stderr are the user's. Must import
+light: no torch unless the user's code does.
 """
 
 from __future__ import annotations
