@@ -11,7 +11,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringloader._core import events as ev
@@ -225,10 +225,6 @@ class Simulation:
         return ev.WorkerView(worker.running.serial, 0, worker.began_s, "fetching")
 
     def say(self, worker: SimWorker, message: Any) -> None:
-        if hasattr(message, "generation") and self.rng.random() < 0.02:
-            # An answer of an earlier use of the slot, come late.
-            late = replace(message, generation=message.generation - 1)
-            self.act(lambda: self.core.receive(worker.worker_id, worker.incarnation, late, self.now_s))
         if worker.answering and worker.alive:
             self.act(lambda: self.core.receive(worker.worker_id, worker.incarnation, message, self.now_s))
 
@@ -238,6 +234,10 @@ class Simulation:
         fill = worker.running = worker.queue.popleft()
         worker.began_s = self.now_s
         self.write(fill, ("half", fill.serial))
+        if self.rng.random() < 0.02:
+            # The answer to an earlier use of this slot, come late: the slot is half written now.
+            late = msg.Filled(fill.serial, fill.generation - 1, 0, b"", b"", b"", 30, 30, 1, 10, 10)
+            self.later(0.0, lambda: self.say(worker, late))
         draw = self.rng.random()
         if draw < self.death_rate * 0.5:
             self.later(self.rng.random(), lambda: self.die(worker))

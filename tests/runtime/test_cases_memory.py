@@ -150,9 +150,7 @@ def test_b08_full_ring_names_what_holds_it_and_goes_on_after_letting_go(let_go: 
     with Loader(FactorySpec(cases.Filled, 60, 64 << 10), batch_size=2, num_workers=2, max_ring_bytes=MIB) as loader:
         iterator = iter(loader)
         with pytest.raises(RingFullError) as caught:
-            for batch in iterator:
-                kept.append(batch)
-                del batch
+            kept.extend(iterator)
         num_held = len(kept)
         assert 4 <= num_held <= 8
         for part in (

@@ -157,7 +157,8 @@ if __name__ == "__main__":
     refused = 0
     for dataset in (FactorySpec(Mine), Mine()) if os.environ.get("ACCEPT") else (Mine,  Mine()):
         try:
-            with Loader(FactorySpec(Mine) if dataset is Mine else dataset, batch_size=4, num_workers=1, output="numpy") as loader:
+            spec = FactorySpec(Mine) if dataset is Mine else dataset
+            with Loader(spec, batch_size=4, num_workers=1, output="numpy") as loader:
                 print([batch.tolist() for batch in loader], flush=True)
         except ConfigError as error:
             print("refused", "Mine" in str(error), "__main__" in str(error), "move it to an importable .py file" in str(error))

@@ -43,8 +43,8 @@ def test_p07_room_for_the_oldest_batch_is_taken_from_younger_ones(num_workers: i
         iterator = iter(loader)
         seen = [int(next(iterator)[0, 0]) for _ in range(4)]
         if num_workers > 1:
-            # What can be made beside batch 4 is made first.
-            assert wait_until(lambda: (tmp_path / "made-6").exists())
+            # What can be made beside batch 4, all but one that waits behind it, is made first.
+            assert wait_until(lambda: sum((tmp_path / f"made-{k}").exists() for k in (5, 6, 7)) >= 2)
             (tmp_path / "go-4").touch()
         for batch in iterator:
             assert batch.shape == (1, 3 * width if batch[0, 0] == 4 else width)
@@ -129,8 +129,10 @@ def test_p18_one_large_batch_does_not_make_the_ring_large() -> None:
             assert batch.shape == (1, 4 << 20 if k == 50 else 1024)
             largest = max(largest, loader.stats().ring_nbytes)
             del batch
-        assert largest >= 16 << 20
-        assert loader.stats().ring_nbytes <= 256 * KIB
+        # Two slots for the large one, with an eighth to spare, and no further ones of nearly its size for what follows.
+        assert 16 << 20 <= largest <= 2 * (16 << 20) * 9 // 8 + (1 << 20)
+        # Below 1 MiB a slot may stay as it is.
+        assert loader.stats().ring_nbytes <= 10 << 20
 
 
 def test_p22_two_threads_read_one_loader_side_by_side() -> None:
