@@ -128,6 +128,7 @@ class Room:
         others_hold = any(s.session_id not in (-1, session.session_id) for s in self.slots.by_id.values())
         if others_hold and self.slots.held_by(session.session_id) < 2 and self.refusal.configured:
             self._grow(need, forced=True)
+            session.starved = False  # it may have been, while it still held two
             return False
         session.starved = True
         return False

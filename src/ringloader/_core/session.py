@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,9 @@ import numpy as np
 from ringloader._core import values
 from ringloader._core.events import Keys
 from ringloader._core.messages import NO_SLOT, Failed, Filled
+
+# How many batches say what the next slot must hold; one that does not fit costs a message, not its samples.
+_RECENT_BATCHES = 16
 
 
 class BatchState(enum.Enum):
@@ -52,6 +56,7 @@ class Batch:
     filled: Filled | None = None
     fault: Fault | None = None
     deaths: dict[int, int] = field(default_factory=dict)
+    charged: dict[int, list[int]] = field(default_factory=dict)  # sample → ids of the workers that died of it
     last_exit: str = ""
 
     def wait_again(self) -> None:
@@ -84,6 +89,7 @@ class Session:
         self.starved = False  # the oldest missing batch cannot get a slot before the user lets one go
         self.busy_ns = 0
         self.skipped: list[object] = []
+        self._sizes: deque[int] = deque(maxlen=_RECENT_BATCHES)
         self._waiting: list[int] = []
         self._ready: list[int] = []  # in the order of completion, for in_order=False
 
@@ -111,7 +117,9 @@ class Session:
     def ready(self, batch: Batch, filled: Filled) -> None:
         batch.state, batch.filled = BatchState.READY, filled
         batch.sticky_worker = -1
-        self.slot_nbytes = filled.nbytes if self.slot_nbytes is None else max(filled.nbytes, self.slot_nbytes * 7 // 8)
+        self._sizes.append(filled.nbytes)
+        # The largest but one: a single outlier must not have every later batch ask for a slot of its size.
+        self.slot_nbytes = sorted(self._sizes)[-2:][0]
         self._ready.append(batch.batch_id)
 
     def fail(self, batch: Batch, fault: Fault) -> None:
@@ -205,6 +213,7 @@ class Session:
         changed = [others[sample % len(others)] if key == bad else key for key in keys] if replace else others
         batch.keys = pack_keys(changed, batch.keys.position)
         batch.deaths.clear()
+        batch.charged.clear()
         self.wait(batch)
         return True
 

@@ -123,7 +123,9 @@ class Slots:
             slot.session_id = -1
             self._free[slot.capacity].append(slot)
             if slot.capacity > _OUTLIER_MIN_NBYTES and slot.capacity > self.outlier_nbytes():
-                self.retire(slot)
+                # With its siblings: one that is never used again would never come by here, and keep the whole segment.
+                for sibling in [one for one in self.segments[slot.segment_id] if one.state is SlotState.FREE]:
+                    self.retire(sibling)
 
     def retire(self, slot: Slot) -> None:
         """Take a free slot out of use; its segment goes with its last slot."""

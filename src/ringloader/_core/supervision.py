@@ -110,10 +110,13 @@ class Supervision:
         """Count a death against the sample in progress; after too many the sample is bad. Returns whether a restart is due."""
         faults = self.policy.faults
         batch.deaths[sample] = batch.deaths.get(sample, 0) + 1
+        charged = batch.charged.setdefault(sample, [])
+        charged.append(worker.worker_id)
         is_bad = batch.deaths[sample] >= faults.sample_deaths
         may_leave_out = is_bad and faults.on_bad_sample != "raise"
         if may_leave_out and session.leave_out(batch, sample, replace=faults.on_bad_sample == "replace"):
-            self.workers.refund(worker)
+            for worker_id in charged:
+                self.workers.refund(self.workers.all[worker_id])
             worker.state = WorkerState.BACKOFF
             return True
         if is_bad or self.is_lost:

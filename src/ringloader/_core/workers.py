@@ -96,7 +96,7 @@ class Workers:
         return True
 
     def refund(self, worker: Worker) -> None:
-        """Take back the last charge: the death was a sample's fault, and that sample is left out from now on."""
+        """Take back a charge: the death was a sample's fault, and that sample is left out from now on."""
         if worker.deaths:
             worker.deaths.pop()
 

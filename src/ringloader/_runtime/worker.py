@@ -151,6 +151,7 @@ class _Worker:
         place = (fill.segment_id, fill.offset)
         if place not in self._populated:
             self._populated[place] = fill.capacity
+            self._page.stage(status.POPULATING)
             segment.populate(mapping, fill.offset, fill.capacity)
         return np.frombuffer(mapping, np.uint8, fill.capacity, fill.offset)
 
