@@ -174,6 +174,24 @@ class NeverEnding(Numbers):
         return i
 
 
+class HangsBehind(Numbers):
+    """Sample 1 is not made before another worker has begun sample 2; sample 3 never is."""
+
+    def __init__(self, size: int, marks: str) -> None:
+        super().__init__(size)
+        self.marks = marks
+
+    def make(self, i: int) -> Any:
+        if i == 2:
+            Path(self.marks, "begun").touch()
+        deadline_s = time.monotonic() + 2.0
+        while i == 1 and not Path(self.marks, "begun").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        if i == 3:
+            time.sleep(3600)
+        return i
+
+
 class SlowBuild(Numbers):
     """Takes its time in the constructor."""
 

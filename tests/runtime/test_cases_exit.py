@@ -24,9 +24,9 @@ from tests.runtime.case_datasets import NeverEnding, Pid
 from tests.runtime.conftest import wait_until
 how, marks = sys.argv[1:]
 if __name__ == "__main__":
-    loader = Loader(FactorySpec(NeverEnding, 100, 8, "deaf", marks), batch_size=2, num_workers=4, output="numpy")
+    loader = Loader(FactorySpec(NeverEnding, 100, 40, "deaf", marks), batch_size=2, num_workers=4, output="numpy")
     iterator = iter(loader)
-    got = [next(iterator).tolist() for _ in range(4)]
+    got = [next(iterator).tolist() for _ in range(20)]
     assert wait_until(lambda: any(name.startswith("stuck") for name in os.listdir(marks)))
     print(*loader.stats().worker_pids, flush=True)
     if how == "uncaught":
@@ -115,9 +115,9 @@ from tests.runtime.conftest import wait_until
 where, marks = sys.argv[1:]
 if __name__ == "__main__":
     if where == "sample":
-        loader = Loader(FactorySpec(NeverEnding, 100, 2, "deaf", marks), batch_size=1, num_workers=2, output="numpy")
+        loader = Loader(FactorySpec(NeverEnding, 100, 8, "deaf", marks), batch_size=1, num_workers=2, output="numpy")
         iterator = iter(loader)
-        next(iterator), next(iterator)
+        got = [next(iterator) for _ in range(8)]
         assert wait_until(lambda: sum(name.startswith("stuck") for name in os.listdir(marks)) == 2)
         print(*loader.stats().worker_pids, flush=True)
         next(iterator)

@@ -64,6 +64,16 @@ def test_b09_worker_that_never_answers_is_named_with_its_stack(caplog: pytest.Lo
     assert our_children() == []
 
 
+def test_b09_hanging_batch_does_not_hold_up_an_older_one(tmp_path: Path) -> None:
+    """What a worker keeps for want of room is not put behind a younger batch of that worker, which may take for ever."""
+    spec = FactorySpec(cases.HangsBehind, 8, str(tmp_path))
+    with Loader(spec, batch_size=1, num_workers=2, timeout=10.0 * UNIT_S) as loader:
+        iterator = iter(loader)
+        began_s = time.monotonic()
+        assert [next(iterator).tolist() for _ in range(3)] == [[0], [1], [2]]
+        assert time.monotonic() - began_s < 5 * UNIT_S
+
+
 def test_b09_without_a_timeout_a_line_says_what_is_awaited(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,9 +155,9 @@ def test_b21_exceptions_that_cannot_be_made_again_arrive_in_words() -> None:
 
 def stuck_loader(habit: str, marks: Path) -> tuple[Loader, Any]:
     """A loader with a worker that will not come back, and its iterator."""
-    loader = Loader(FactorySpec(cases.NeverEnding, 6, 3, habit, str(marks)), batch_size=1, num_workers=2)
+    loader = Loader(FactorySpec(cases.NeverEnding, 16, 8, habit, str(marks)), batch_size=1, num_workers=2)
     iterator = iter(loader)
-    assert [next(iterator).tolist() for _ in range(3)] == [[0], [1], [2]]
+    assert [next(iterator).tolist() for _ in range(8)] == [[i] for i in range(8)]
     assert wait_until(lambda: any(name.startswith("stuck") for name in os.listdir(marks)))
     return loader, iterator
 
@@ -188,9 +198,9 @@ from tests.runtime.case_datasets import NeverEnding
 from tests.runtime.conftest import wait_until
 import os
 if __name__ == "__main__":
-    loader = Loader(FactorySpec(NeverEnding, 6, 3, sys.argv[1], sys.argv[2]), batch_size=1, num_workers=2, output="numpy")
+    loader = Loader(FactorySpec(NeverEnding, 16, 8, sys.argv[1], sys.argv[2]), batch_size=1, num_workers=2, output="numpy")
     for k, batch in enumerate(loader):
-        if k == 2:
+        if k == 7:
             break
     assert wait_until(lambda: any(name.startswith("stuck") for name in os.listdir(sys.argv[2])))
     print(*loader.stats().worker_pids, flush=True)

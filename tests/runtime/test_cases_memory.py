@@ -62,6 +62,11 @@ def private_nbytes(loader: Loader) -> list[int]:
     return [anonymous_nbytes(pid) for pid in loader.stats().worker_pids]
 
 
+def is_idle(pid: int) -> bool:
+    """The names are built, and the worker waits for work."""
+    return bool(psutil.Process(pid).status() == psutil.STATUS_SLEEPING and anonymous_nbytes(pid) > 10 * MIB)
+
+
 def anonymous_nbytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
@@ -70,6 +75,8 @@ def anonymous_nbytes(pid: int) -> int:
 def test_b05_private_memory_of_workers_stays_flat() -> None:
     """Reading many small objects makes no worker grow: within 10 % over an epoch, below 1 MiB per epoch after."""
     with Loader(FactorySpec(cases.Names, 200_000), batch_size=1000, num_workers=2) as loader:
+        loader.start()
+        assert wait_until(lambda: all(is_idle(pid) for pid in loader.stats().worker_pids))
         early: list[int] = []
         after: list[list[int]] = []
         for _ in range(5):

@@ -58,8 +58,9 @@ class Engine:
     def start(self) -> None:
         """Start the workers, if they are not started."""
         self._check_usable()
-        if self.pump.thread is None and not self.backend.is_inline:
-            Watch(self.pump, self._is_over, lambda: self._shut(self._stop_s)).start()
+        with self.pump.lock:
+            if self.pump.thread is None and not self.backend.is_inline:
+                Watch(self.pump, self._is_over, lambda: self._shut(self._stop_s)).start()
         self.pump.step([], lambda: self.scheduler.start(time.monotonic()))
 
     def belong_to(self, owner: Any) -> None:
