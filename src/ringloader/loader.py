@@ -128,8 +128,12 @@ class Loader:
     def __iter__(self) -> LoaderIterator:
         """Start an epoch; several may run at once."""
         self._check_open()
-        engine = self._running()
-        source = self._key_source(engine)
+        try:
+            engine = self._running()
+            source = self._key_source(engine)
+        except ClosedError:
+            lifetime.stay_if_exiting()
+            raise
         epoch, self._epoch = self._epoch, self._epoch + 1
         session = engine.open_session(epoch, in_order=self._options.in_order)
         return LoaderIterator(self, engine, session, source)
@@ -354,6 +358,8 @@ class LoaderIterator(Iterator[Any]):
             session.arrived = True
             if isinstance(ended, StopIteration):
                 self._end()
+            elif isinstance(ended, ClosedError):
+                lifetime.stay_if_exiting()
             raise
         except BaseException:
             if is_taken:

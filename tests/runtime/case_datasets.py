@@ -392,5 +392,15 @@ def as_record(samples: list[Any]) -> Record:
     return Record(torch.tensor(samples), ["a", "b"])
 
 
+def as_each_container(samples: list[Any]) -> dict[str, Any]:
+    return {
+        "pair": as_pair(samples),
+        "tuple": as_tuple(samples),
+        "named": as_named(samples),
+        "default": as_default(samples),
+        "record": as_record(samples),
+    }
+
+
 def hang_in_init(worker_id: int) -> None:
     time.sleep(3600)

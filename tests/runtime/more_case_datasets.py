@@ -89,7 +89,7 @@ class Cached(Numbers):
 
 
 class Epochs(Numbers):
-    """Sample i is (i, the epoch that was last set); `die_at` kills its worker once, when `marks` says it may."""
+    """Sample i is (i, the epoch that was last set)."""
 
     def __init__(self, size: int, pause_s: float = 0.0) -> None:
         super().__init__(size)
@@ -147,8 +147,8 @@ class Talks(Numbers):
         self.flood = b"\x00\xff\x52\x4c" * (flood_nbytes // 4)
 
     def make(self, i: int) -> Any:
-        print(f"printed {i}", flush=True)
-        print(f"complained {i}", file=sys.stderr, flush=True)
+        print(f"printed {i}", flush=True)  # noqa: T201  # what this dataset is for
+        print(f"complained {i}", file=sys.stderr, flush=True)  # noqa: T201
         logging.getLogger("my.dataset").info("sample %d", i)
         if self.flood:
             os.write(1, self.flood)
@@ -266,10 +266,10 @@ class Table(Numbers):
         return self.rows[i // 2][i % 2]
 
 
-DTYPES = (
-    "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
-    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-).split()
+DTYPES = [
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+    *("complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+]
 
 
 def tables() -> dict[str, list[Any]]:
@@ -283,6 +283,7 @@ def tables() -> dict[str, list[Any]]:
     image = torch.arange(24, dtype=torch.float32).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     row = torch.arange(6, dtype=torch.float32)
     empty = {"boxes": torch.zeros(0, 4), "t": torch.ones(0, 2, dtype=torch.long).t(), "z": torch.tensor(3.0)}
+    without_bytes: list[Any] = [torch.empty(0), np.zeros((2, 0)), {}, [], (), "", b"", torch.zeros(0, 4)]
     after = (torch.zeros(0, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8), torch.zeros(0), torch.ones(2).double())
     dtypes = [(bits % 2).bool() if name == "bool" else bits.view(getattr(torch, name)) for name in DTYPES]
     return {
@@ -310,7 +311,7 @@ def tables() -> dict[str, list[Any]]:
         "b82": [
             (empty, empty),
             (after, after),
-            *((value, value) for value in (torch.empty(0), np.zeros((2, 0)), {}, [], (), "", b"", torch.zeros(0, 4))),
+            *((value, value) for value in without_bytes),
         ],
         "p02": [
             *([np.array([1, 2]), np.array([2.9, 3.5])], [np.array([1], np.uint8), np.array([300])], [1, 2.9], [True, 2]),

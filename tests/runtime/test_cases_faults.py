@@ -67,11 +67,16 @@ def test_b09_worker_that_never_answers_is_named_with_its_stack(caplog: pytest.Lo
 def test_b09_hanging_batch_does_not_hold_up_an_older_one(tmp_path: Path) -> None:
     """What a worker keeps for want of room is not put behind a younger batch of that worker, which may take for ever."""
     spec = FactorySpec(cases.HangsBehind, 8, str(tmp_path))
-    with Loader(spec, batch_size=1, num_workers=2, timeout=10.0 * UNIT_S) as loader:
+    with Loader(spec, batch_size=1, num_workers=2, timeout=6.0 * UNIT_S) as loader:
+        loader.start()
+        engine = loader._engine
+        assert engine is not None
+        workers = engine.scheduler.workers.all
+        assert wait_until(lambda: all(worker.state.value == "running" for worker in workers))
         iterator = iter(loader)
         began_s = time.monotonic()
         assert [next(iterator).tolist() for _ in range(3)] == [[0], [1], [2]]
-        assert time.monotonic() - began_s < 5 * UNIT_S
+        assert time.monotonic() - began_s < 3 * UNIT_S
 
 
 def test_b09_without_a_timeout_a_line_says_what_is_awaited(

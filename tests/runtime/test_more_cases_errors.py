@@ -45,7 +45,7 @@ def test_b61_error_text_of_50_mb_is_cut_and_says_so(num_workers: int) -> None:
     """Beginning, end and true length of the text arrive."""
     with (
         Loader(FactorySpec(cases.LongError, 4), batch_size=2, num_workers=num_workers) as loader,
-        pytest.raises(SampleError, match="ValueError: beginx+") as caught,
+        pytest.raises(SampleError, match=r"ValueError: beginx+") as caught,
     ):
         next(iter(loader))
     assert len(str(caught.value)) < 1_000_000
@@ -61,6 +61,7 @@ def test_b61_close_while_a_worker_writes_what_nobody_reads(tmp_path: Path, monke
         assert len(next(iterator)) == 2
         engine = loader._engine
         assert engine is not None
+        assert wait_until(lambda: [engine.backend.observe(k).stage for k in range(2)] == ["fetching"] * 2)
         monkeypatch.setattr(ProcessPool, "_read", lambda self, member, drain=False: [])
         (tmp_path / "go").touch()
         assert wait_until(lambda: [engine.backend.observe(k).stage for k in range(2)] == ["sending"] * 2)

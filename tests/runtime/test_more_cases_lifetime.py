@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import posix_ipc
 import pytest
 import torch
 
@@ -97,7 +98,7 @@ def test_b56_threads_each_with_a_loader_and_signals_left_alone(tmp_path: Path) -
     threads = [threading.Thread(target=read, args=(k,)) for k in range(2)]
     for thread in threads:
         thread.start()
-    codes = []
+    codes: list[int] = []
     while any(thread.is_alive() for thread in threads):
         codes.append(subprocess.run(["sh", "-c", f"exit {len(codes) % 7}"], check=False).returncode)
         assert [signal.getsignal(number) for number in numbers] == handlers
@@ -155,13 +156,13 @@ def test_b62_others_fill_shm_and_everything_goes_on(tmp_path: Path) -> None:
 def test_b65_names_are_short_and_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name given to shm_open has at most 31 characters, whatever the pid, and none comes twice."""
     names: list[str] = []
-    create = segment.posix_ipc.SharedMemory
+    create = posix_ipc.SharedMemory
 
     def recorded(name: str, *args: Any, **kwargs: Any) -> Any:
         names.append(name)
         return create(name, *args, **kwargs)
 
-    monkeypatch.setattr(segment.posix_ipc, "SharedMemory", recorded)
+    monkeypatch.setattr(posix_ipc, "SharedMemory", recorded)
     for _ in range(2):
         with Loader(Numbers(64), batch_size=8, num_workers=0) as loader:
             assert len(list(loader)) == 8
@@ -187,13 +188,15 @@ if __name__ == "__main__":
     batches = [next(iterator) for iterator in iterators]
     cycle = [loaders, iterators, batches]
     cycle.append(cycle)
-    slow = Loader(FactorySpec(Slow, 8, 3600.0), num_workers=1, output=output) if how == "thread" else None
-    if slow is not None:
-        threading.Thread(target=lambda: next(iter(slow)), daemon=True).start()
-        while not slow.stats().worker_pids:
+    if how == "thread":
+        # One thread is inside next(), one still inside iter().
+        late = [Loader(FactorySpec(Slow, 8, 3600.0), num_workers=1, output=output) for _ in range(2)]
+        iterator = iter(late[0])
+        threading.Thread(target=lambda: next(iterator), daemon=True).start()
+        threading.Thread(target=lambda: next(iter(late[1])), daemon=True).start()
+        while not all(loader.stats().worker_pids for loader in late):
             time.sleep(0.01)
-        time.sleep(0.2)
-        loaders.append(slow)
+        loaders += late
     print(*(pid for loader in loaders for pid in loader.stats().worker_pids), flush=True)
     sys.stdin.readline() if how == "term" else None
     if how == "exit3":
@@ -276,10 +279,10 @@ def test_b93_five_hundred_leaves_are_one_slot_and_handed_over_at_once() -> None:
     for num_leaves in (1, 500):
         with Loader(FactorySpec(cases.ManyLeaves, 1200, num_leaves), batch_size=1, num_workers=1) as loader:
             iterator, times_s = iter(loader), []
-            for k in range(1000 if num_leaves == 1 else 200):
+            for k in range(1000 if num_leaves == 1 else 100):
                 if 0 < k < 30:
                     # What is timed is the hand-over of a batch that is there, not the wait for it.
-                    assert wait_until(lambda: iterator._session.head() is not None)
+                    assert wait_until(lambda session=iterator._session: session.head() is not None)
                 began_s = time.perf_counter()
                 batch = next(iterator)
                 times_s.append(time.perf_counter() - began_s)

@@ -68,7 +68,7 @@ def test_b52_batch_samplers_of_any_kind_give_what_torch_gives(num_workers: int) 
         for ours, theirs in ((BATCHES, BATCHES), (Once(), Once()), (Reordered(), Reordered())):
             current.batches = ours
             for _ in range(2):
-                expected = list(DataLoader(data, batch_sampler=theirs))  # type: ignore[arg-type]
+                expected = list(DataLoader(data, batch_sampler=theirs))
                 found = list(loader)
                 assert [tuple(batch.shape) for batch in found] == [tuple(batch.shape) for batch in expected]
                 assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -29,7 +29,7 @@ import sys
 from ringloader import FactorySpec, Loader
 from tests.runtime.more_case_datasets import Slow
 if __name__ == "__main__":
-    with Loader(FactorySpec(Slow, 8, 0.3), batch_size=1, num_workers=2, timeout=1.0, output="numpy") as loader:
+    with Loader(FactorySpec(Slow, 8, 0.2), batch_size=1, num_workers=2, timeout=0.7, output="numpy") as loader:
         iterator = iter(loader)
         next(iterator)
         print(*loader.stats().worker_pids, flush=True)
@@ -46,7 +46,7 @@ def test_p10_time_in_which_this_process_was_stopped_is_nobodys_fault(who: str, t
         pids = [process.pid, *(workers if who == "everybody" else [])]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(2.0)  # the length of the stop
+        time.sleep(1.4)  # the length of the stop
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         out, errors = process.communicate("\n", timeout=20 * UNIT_S)
@@ -55,10 +55,10 @@ def test_p10_time_in_which_this_process_was_stopped_is_nobodys_fault(who: str, t
 
 def test_p10_main_thread_that_holds_the_interpreter_costs_no_worker() -> None:
     """A call that keeps every other thread out for longer than `timeout` is excused; hanging workers are still found."""
-    with Loader(FactorySpec(cases.Slow, 8, 0.25), batch_size=1, num_workers=2, timeout=0.6) as loader:
+    with Loader(FactorySpec(cases.Slow, 8, 0.2), batch_size=1, num_workers=2, timeout=0.6) as loader:
         iterator = iter(loader)
         next(iterator)
-        ctypes.PyDLL(None).usleep(1_500_000)
+        ctypes.PyDLL(None).usleep(1_200_000)
         assert sum(1 for _ in iterator) == 7
         assert loader.stats().num_restarts == 0
 
@@ -147,7 +147,7 @@ def test_p17_lack_of_anything_is_a_sentence(number: int, num_workers: int, monke
         loader.start()
         with monkeypatch.context() as patch:
             patch.setattr(segment, "_open_shm", lambda nbytes: None)
-            patch.setattr(segment.os, name, _refuse(number))
+            patch.setattr(os, name, _refuse(number))
             with pytest.raises(LoaderError, match=LACKS[number]) as caught:
                 next(iter(loader))
             assert "260.0 KiB" in str(caught.value)

@@ -201,6 +201,7 @@ class Scheduler:
                 worker.fills[message.serial] = held
             self.num_stale += 1
             return
+        worker.is_learning = False  # a Fill to learn from is its worker's only one
         session_id, fill = held
         session = self.sessions.get(session_id)
         batch = session.batches.get(fill.batch_id) if session is not None else None
@@ -285,6 +286,7 @@ class Scheduler:
             if worker.fills:
                 return False
             self._issue(session, batch, worker, None)
+            worker.is_learning = True
             return True
         if need == 0:
             self._issue(session, batch, worker, None)

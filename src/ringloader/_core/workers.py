@@ -48,9 +48,10 @@ class Worker:
     seen_since_s: float = 0.0
     excused_s: float = 0.0  # time of the present batch in which we did not run
     pid: int = -1
+    is_learning: bool = False  # its Fill has no slot; a Fill behind it would come before the answer to its NeedRoom
 
     def is_available(self, limit: int) -> bool:
-        return self.state is WorkerState.RUNNING and len(self.fills) < limit
+        return self.state is WorkerState.RUNNING and len(self.fills) < limit and not self.is_learning
 
 
 class Workers:
@@ -79,6 +80,7 @@ class Workers:
         worker.incarnation += 1
         worker.state, worker.since_s = WorkerState.STARTING, now_s
         worker.num_filled, worker.seen, worker.excused_s, worker.kill_reason = 0, (-1, -1), 0.0, ""
+        worker.is_learning = False
         return worker.incarnation
 
     def died(self, worker: Worker, now_s: float) -> bool:

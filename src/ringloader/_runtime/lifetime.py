@@ -28,6 +28,7 @@ class Closable(Protocol):
 
 ENGINES: weakref.WeakSet[Closable] = weakref.WeakSet()
 _hook_is_registered = False
+_is_exiting = False
 
 
 def register(engine: Closable) -> None:
@@ -39,7 +40,19 @@ def register(engine: Closable) -> None:
         atexit.register(_close_all)
 
 
+def stay_if_exiting() -> None:
+    """Do not return to the user's code in a daemon thread that the exit of the interpreter has thrown out of `next`.
+
+    It would end the program with the traceback of a ClosedError that nobody can do anything about. Threads of other kinds have
+    ended before the exit hook runs; this one ends with the process.
+    """
+    if _is_exiting and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+
+
 def _close_all() -> None:
+    global _is_exiting
+    _is_exiting = True
     closers = [
         threading.Thread(target=engine.close, args=(_EXIT_STOP_S,), name="ringloader-exit", daemon=True)
         for engine in list(ENGINES)
