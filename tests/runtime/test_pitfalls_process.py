@@ -318,6 +318,7 @@ def _read_with_a_fault(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
         assert [int(i) for _, indices in loader for i in indices] == list(range(40))
         assert time.monotonic() - began_s < 8 * UNIT_S
         assert loader.stats().num_restarts == 1
+        assert wait_until(lambda: len(loader.stats().worker_pids) == 2)
         psutil.Process(loader.stats().worker_pids[1]).kill()
         assert sum(len(indices) for _, indices in loader) == 40
         assert wait_until(lambda: loader.stats().num_restarts == 2)

@@ -7,6 +7,7 @@ same filler as worker processes; nothing to start, kill or time out.
 from __future__ import annotations
 
 import os
+import time
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ from ringloader._runtime.seeding import LateImports, Seeder, Undisturbed
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.status import STAGES, StatusPage
 from ringloader._runtime.worker_info import WorkerInfo, get_worker_info, set_worker_info
+
+_PAUSE_S = 0.02
 
 
 class InlinePool:
@@ -56,6 +59,9 @@ class InlinePool:
             self._facts.append((0, self._incarnation, answer))
             if self._queue and self._queue[0][0] is fill:
                 self._queue.popleft()
+        elif timeout_s != 0 and not self._facts:
+            # Nothing to do but to wait for another thread to let a batch go.
+            time.sleep(_PAUSE_S if timeout_s is None else min(timeout_s, _PAUSE_S))
         return []
 
     def collect(self, ready: Iterable[tuple[int, int]]) -> list[Fact]:

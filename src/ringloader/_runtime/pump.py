@@ -67,6 +67,7 @@ class Pump:
         self.failure: BaseException | None = None  # what ended the watching thread
         self.num_recoveries = 0
         self._delivery = delivery
+        self._has_news = False  # facts were taken in since the last change of state ended
         self._notes: deque[str] = deque()
         self._history: deque[str] = deque(maxlen=_HISTORY)  # names of the last facts, for an InternalError
         self._growth: ev.AddSegment | None = None
@@ -154,11 +155,17 @@ class Pump:
             error.facts["events"] = list(self._history)
             raise
         self.is_dirty = False
+        if self._has_news:
+            self._has_news = False
+            if self.leader not in (0, threading.get_ident()):
+                # Somebody else sleeps on descriptors that this thread has just emptied; it may be what they wait for.
+                self.kick()
         return got
 
     def _take_in(self, ready: Ready, now_s: float) -> None:
         scheduler = self.scheduler
         for fact in self.backend.collect(ready):
+            self._has_news = True
             self._tell(fact, now_s)
         if self.ring.ended:
             for key in self.ring.drain():
@@ -169,10 +176,12 @@ class Pump:
         if self._grown is not None:
             grown, self._grown = self._grown, None
             scheduler.handle(grown, now_s)
+            self._has_news = True
         look_at_s = scheduler.workers.look_at_s
         if (look_at_s is not None and now_s >= look_at_s) or self.backend.needs_drain:
             # An answer that was sent in time counts, so nobody is judged before everything is read.
             for fact in self.backend.drain():
+                self._has_news = True
                 self._tell(fact, now_s)
             scheduler.tick(now_s, self.backend.observe)
 
