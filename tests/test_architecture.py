@@ -28,7 +28,19 @@ _LEVELS = {
 }
 _PURE_ALLOWED = {"numpy", "msgpack", "ringloader"}
 # What reaches outside a computation; the pure part gets facts and the time from its caller.
-_IMPURE = {"os", "socket", "subprocess", "threading", "time", "mmap", "multiprocessing", "select", "selectors", "tempfile", "io"}
+_IMPURE = {
+    "os",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+    "mmap",
+    "multiprocessing",
+    "select",
+    "selectors",
+    "tempfile",
+    "io",
+}
 _MODULES = sorted(path.relative_to(_SOURCE) for path in _SOURCE.rglob("*.py"))
 
 

@@ -55,8 +55,11 @@ class Simulation:
         self.now_s = 0.0
         self.num_workers = rng.choice((1, 1, 2, 3))
         faults = FaultPolicy(
-            restarts=rng.choice((0, 3, 50, 50)), sample_deaths=rng.choice((1, 3)), stall_s=None,
-            start_timeout_s=rng.choice((None, 20.0)), on_bad_sample=rng.choice(("raise", "raise", "skip", "replace")),
+            restarts=rng.choice((0, 3, 50, 50)),
+            sample_deaths=rng.choice((1, 3)),
+            stall_s=None,
+            start_timeout_s=rng.choice((None, 20.0)),
+            on_bad_sample=rng.choice(("raise", "raise", "skip", "replace")),
         )
         self.policy = PoolPolicy(self.num_workers, rng.choice((1, 2, 3)), rng.choice((5.0, 5.0, None)), faults)
         self.core = Scheduler(self.policy)
@@ -74,7 +77,15 @@ class Simulation:
         self.held: list[Held] = []
         self.sessions: list[SimConsumer] = []
         self.lost = False
-        self.outcomes: set[str] = set()
+        self.carriers: dict[type, Callable[[Any], None]] = {
+            ev.StartWorker: self.do_start_worker,
+            ev.KillWorker: self.do_kill_worker,
+            ev.AbandonWorker: self.do_abandon_worker,
+            ev.SendFill: self.do_send_fill,
+            ev.SendCancel: self.do_send_cancel,
+            ev.AddSegment: self.do_add_segment,
+            ev.DropSegment: self.do_drop_segment,
+        }
 
     def run(self) -> None:
         for k in range(self.rng.choice((1, 1, 2, 3))):
@@ -140,12 +151,10 @@ class Simulation:
     # --- commands -------------------------------------------------------------------------------------------------------
 
     def carry_out(self, command: Any) -> None:
-        name = type(command).__name__
-        self.outcomes.add(name)
-        if name != "Warn":
-            getattr(self, f"do_{name}")(command)
+        if not isinstance(command, ev.Warn):
+            self.carriers[type(command)](command)
 
-    def do_StartWorker(self, command: ev.StartWorker) -> None:
+    def do_start_worker(self, command: ev.StartWorker) -> None:
         worker = SimWorker(command.worker_id, command.incarnation)
         old = self.workers.get(command.worker_id)
         assert old is None or not old.answering, "two processes for one worker id"
@@ -156,7 +165,7 @@ class Simulation:
             delay_s = 60.0 if self.rng.random() < 0.02 and self.policy.faults.start_timeout_s else self.rng.random()
             self.later(delay_s, lambda: self.say(worker, msg.Ready(1, {"pid": 100 + command.incarnation, "length": 100})))
 
-    def do_KillWorker(self, command: ev.KillWorker) -> None:
+    def do_kill_worker(self, command: ev.KillWorker) -> None:
         worker = self.workers.get(command.worker_id)
         if worker is not None and worker.incarnation == command.incarnation:
             worker.answering = False
@@ -165,17 +174,17 @@ class Simulation:
             else:
                 self.later(30.0, lambda: self.die(worker))  # stuck in the kernel for a while
 
-    def do_AbandonWorker(self, command: ev.AbandonWorker) -> None:
+    def do_abandon_worker(self, command: ev.AbandonWorker) -> None:
         pass
 
-    def do_SendFill(self, command: ev.SendFill) -> None:
+    def do_send_fill(self, command: ev.SendFill) -> None:
         worker = self.workers.get(command.worker_id)
         if worker is not None and worker.incarnation == command.incarnation and worker.answering:
             assert len(worker.queue) + (worker.running is not None) <= self.policy.prefetch_factor + 8
             worker.queue.append(command.fill)
             self.next_fill(worker)
 
-    def do_SendCancel(self, command: ev.SendCancel) -> None:
+    def do_send_cancel(self, command: ev.SendCancel) -> None:
         worker = self.workers.get(command.worker_id)
         if worker is None or worker.incarnation != command.incarnation or not worker.answering:
             return
@@ -186,7 +195,7 @@ class Simulation:
                 worker.queue.remove(fill)
                 self.later(0.01, lambda f=fill: self.say(worker, msg.Cancelled(f.serial, f.generation)))  # type: ignore[misc]
 
-    def do_AddSegment(self, command: ev.AddSegment) -> None:
+    def do_add_segment(self, command: ev.AddSegment) -> None:
         used = sum(self.segments.values())
         limit = self.room if not command.forced else self.room * 2
         fitting = min(command.num_slots, max(0, limit - used) // command.slot_nbytes)
@@ -205,7 +214,7 @@ class Simulation:
         if getattr(event, "segment_id", None) in self.segments or isinstance(event, ev.SegmentRefused):
             self.act(lambda: self.core.handle(event, self.now_s))
 
-    def do_DropSegment(self, command: ev.DropSegment) -> None:
+    def do_drop_segment(self, command: ev.DropSegment) -> None:
         del self.segments[command.segment_id]
         for place in [place for place in self.memory if place[0] == command.segment_id]:
             assert not any(held.place == place for held in self.held), "memory given back that somebody can see"
@@ -300,7 +309,8 @@ class Simulation:
                 again = ev.SlotReleased(*held.key)
                 self.later(self.rng.random() * 3, lambda: self.act(lambda: self.core.handle(again, self.now_s)))
             if pending:
-                self.later(self.rng.random(), lambda: self.act(lambda: self.core.handle(ev.SlotCompleted(*held.key), self.now_s)))
+                completed = ev.SlotCompleted(*held.key)
+                self.later(self.rng.random(), lambda: self.act(lambda: self.core.handle(completed, self.now_s)))
 
     def interrupt(self) -> None:
         """An exception broke into the middle of a decision: every worker is killed and reaped, the core rebuilt."""

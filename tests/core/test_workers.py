@@ -95,3 +95,20 @@ def test_fault_policy_refuses_values_that_cannot_be(name: str, value: object) ->
     """Each refusal names the option and the value."""
     with pytest.raises(ConfigError, match=f"faults.{name} is {value!r}"):
         FaultPolicy(**{name: value})  # type: ignore[arg-type]
+
+
+def test_p10_batch_begun_just_before_we_stopped_is_excused_too() -> None:
+    """The look before did not see it yet: the gap counts from when it began, and from then on it is judged as ever."""
+    workers = pool(timeout_s=2.0)
+    worker = workers.all[0]
+    worker.fills[7] = (0, _FILL)
+    workers.plan_look(9.9)
+    workers.look(10.0)
+    workers.plan_look(10.0)
+    assert workers.look_at_s == 10.25
+    workers.look(20.25)  # ten seconds late
+    assert workers.overdue(worker, WorkerView(7, 0, 10.2, "fetching"), 20.25) is None
+    workers.plan_look(20.25)
+    workers.look(20.5)
+    assert workers.overdue(worker, WorkerView(7, 0, 10.2, "fetching"), 22.1) is None
+    assert "timeout=2" in (workers.overdue(worker, WorkerView(7, 0, 10.2, "fetching"), 22.3) or "")

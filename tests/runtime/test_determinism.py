@@ -115,7 +115,8 @@ def test_inline_leaves_the_users_generators_alone() -> None:
     """num_workers=0 seeds for the dataset and puts the training program's own state back."""
 
     def state() -> Any:
-        return random.getstate(), np.random.get_state()[1].tobytes(), torch.random.get_rng_state().numpy().tobytes()  # type: ignore[union-attr]
+        legacy: Any = np.random.get_state()
+        return random.getstate(), legacy[1].tobytes(), torch.random.get_rng_state().numpy().tobytes()
 
     before = state()
     with Loader(FactorySpec(datasets.Draws, ""), batch_size=6, num_workers=0) as loader:

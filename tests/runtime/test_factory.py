@@ -543,9 +543,7 @@ def test_b25_main_without_a_file_is_refused_in_the_parent(arguments: list[str], 
 
 def test_b06_script_without_guard_is_seen_as_loading(tmp_path: pathlib.Path) -> None:
     """B06: while a worker loads an unguarded script the flag is up, so that a loader made there can be refused."""
-    (tmp_path / "train.py").write_text(
-        "from ringloader._specs import main_module\nprint(__name__, main_module.loading_main)\n"
-    )
+    (tmp_path / "train.py").write_text("from ringloader._specs import main_module\nprint(__name__, main_module.loading_main)\n")
     code = (
         "from ringloader._specs import main_module as m\n"
         "m.load_main(m.MainModule('path', 'train.py'))\n"

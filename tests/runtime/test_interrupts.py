@@ -79,11 +79,15 @@ def test_sampler_interrupted_is_an_error_later_never_a_short_epoch(num_workers: 
     """A user's sampler that broke cannot go on: batches pulled before it arrive, then an error, not the end."""
     with Loader(FactorySpec(Numbers, 60, 4), batch_size=4, num_workers=num_workers, sampler=_Sampler()) as loader:
         seen: list[int] = []
-        iterator = iter(loader)
         with pytest.raises(LoaderError, match="the sampler raised KeyboardInterrupt earlier"):
-            while True:
-                try:
-                    seen += next(iterator)[1].tolist()
-                except KeyboardInterrupt:
-                    continue
+            _read_on(iter(loader), seen)
         assert seen == list(range(20))
+
+
+def _read_on(iterator: Iterator[Any], seen: list[int]) -> None:
+    """Read to the end, going on after interrupts."""
+    while True:
+        try:
+            seen += next(iterator)[1].tolist()
+        except KeyboardInterrupt:
+            continue

@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "numpy slice": lambda rows: rows.numpy()[1:, 2:],
     "as_strided": lambda rows: rows.as_strided((2, 2), (8, 1)),
     "dlpack": lambda rows: np.from_dlpack(rows),
-    "memoryview": lambda rows: memoryview(rows.numpy()),
+    "memoryview": lambda rows: memoryview(rows.numpy()),  # type: ignore[arg-type]
     "detach": lambda rows: rows.detach()[2],
     "autograd": lambda rows: (rows * torch.ones(1, requires_grad=True)).sum(),
     "cycle": lambda rows: _cycle(rows),
@@ -42,7 +42,7 @@ def _cycle(rows: torch.Tensor) -> list[Any]:
 
 def _bytes_of(kept: Any) -> bytes:
     if isinstance(kept, torch.Tensor) and kept.requires_grad:
-        (saved,) = torch.autograd.grad(kept, [leaf for leaf in _leaves_of(kept)], retain_graph=True)
+        (saved,) = torch.autograd.grad(kept, _leaves_of(kept), retain_graph=True)
         return bytes(saved.numpy().tobytes())
     if isinstance(kept, list):
         kept = kept[0]
@@ -148,14 +148,13 @@ def test_p19_ring_full_of_kept_batches_says_which_leaves_and_goes_on(num_workers
     """RingFullError names leaves, sizes and slots; the iterator continues once something was let go."""
     room = 4 * (8 * 8192 * 4 + 4096)
     with Loader(FactorySpec(Numbers, 8 * 20, 8192), batch_size=8, num_workers=num_workers, max_ring_bytes=room) as loader:
-        iterator, kept = iter(loader), []
+        iterator = iter(loader)
+        kept: list[torch.Tensor] = []
         with pytest.raises(RingFullError, match=r"held by batches you keep: 4 by a leaf of shape \(8, 8192\)") as caught:
-            for rows, _ in iterator:
-                kept.append(rows)
+            kept.extend(rows for rows, _ in iterator)
         assert caught.value.num_slots == 4
         assert [rows[0, 0].item() for rows in kept] == [0.0, 8.0, 16.0, 24.0]
         kept.clear()
-        del rows
         rest = [int(i) for _, indices in iterator for i in indices]
         assert rest == list(range(32, 160))
 

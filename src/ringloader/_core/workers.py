@@ -61,6 +61,7 @@ class Workers:
         self.policy = policy
         self.all = [Worker(worker_id) for worker_id in range(policy.num_workers)]
         self.look_at_s: float | None = None
+        self._late_s = 0.0  # by how much the present look came too late, because this process did not run
 
     def get(self, worker_id: int, incarnation: int) -> Worker | None:
         """The worker, if that incarnation is the present one."""
@@ -113,7 +114,8 @@ class Workers:
         """Excuse every worker for time in which this process did not run: stopped, suspended, or blocked as a whole."""
         late_s = 0.0 if self.look_at_s is None else now_s - self.look_at_s
         self.look_at_s = None
-        if late_s > _LATE_S:
+        self._late_s = late_s if late_s > _LATE_S else 0.0
+        if self._late_s:
             for worker in self.all:
                 worker.excused_s += late_s
                 worker.seen_since_s += late_s
@@ -126,7 +128,8 @@ class Workers:
             worker.seen = (-1, -1)
             return None
         if worker.seen[0] != view.serial:
-            worker.excused_s = 0.0
+            # Seen for the first time. It may have begun before this process stopped running, too late for the look before.
+            worker.excused_s = min(self._late_s, now_s - view.began_s)
         if worker.seen != (view.serial, view.sample):
             worker.seen, worker.seen_since_s = (view.serial, view.sample), now_s
         timeout_s, stall_s = self.policy.timeout_s, self.policy.faults.stall_s

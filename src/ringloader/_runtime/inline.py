@@ -7,8 +7,8 @@ same filler as worker processes; nothing to start, kill or time out.
 from __future__ import annotations
 
 import os
-import time
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any

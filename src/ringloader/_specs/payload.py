@@ -26,7 +26,6 @@ MAX_PICKLE_NBYTES = 64 << 20
 _OUT_OF_BAND_NBYTES = 32 << 10
 
 
-
 class Spec(Protocol):
     """What the pickler needs of a factory spec."""
 
@@ -125,9 +124,7 @@ def _pickle(
 
 def too_large(value: Any, argument: str, max_nbytes: int) -> ConfigError:
     """Return the error for an argument that outgrows its bound."""
-    remedy = (
-        "pass a path and read or memory-map it inside the factory"
-    )
+    remedy = "pass a path and read or memory-map it inside the factory"
     return ConfigError(
         f"{argument} is too large to be sent to the workers: {_type_name(value)} takes more than {max_nbytes >> 20} MiB "
         f"({max_nbytes} bytes), and every worker would hold a copy; {remedy}",
