@@ -46,6 +46,7 @@ class Batch:
 
     batch_id: int
     keys: Keys
+    previous: Keys | None = None  # of the batch before
     state: BatchState = BatchState.WAITING
     serial: int = -1
     worker_id: int = -1
@@ -79,6 +80,7 @@ class Session:
         self.batches: dict[int, Batch] = {}
         self.in_hand: Batch | None = None
         self.num_submitted = 0
+        self._last_keys: Keys | None = None
         self.arrived = True  # what is in hand has reached the user; set by the iterator just before it returns
         self.num_delivered = 0
         self._num_with_hand = 0
@@ -96,7 +98,8 @@ class Session:
     def submit(self, batch_id: int, keys: Keys) -> None:
         """Take in the next batch; a second time for the same id changes nothing."""
         if batch_id == self.num_submitted:
-            self.batches[batch_id] = Batch(batch_id, keys)
+            self.batches[batch_id] = Batch(batch_id, keys, self._last_keys)
+            self._last_keys = keys
             heapq.heappush(self._waiting, batch_id)
             self.num_submitted = batch_id + 1
 
@@ -198,14 +201,13 @@ class Session:
     def leave_out(self, batch: Batch, sample: int, *, replace: bool) -> bool:
         """Skip or replace the sample at a place of a batch; False when no good sample is left.
 
-        Another sample of the batch stands in, or, when there is none, one of the next batch.
+        Another sample of the batch stands in, or, when there is none, one of the batch before: it is known whatever the timing.
         """
         keys = batch.key_list()
         bad = keys[sample]
         others = [key for key in keys if key != bad and key not in self.skipped]
-        following = self.batches.get(batch.batch_id + 1)
-        if replace and not others and following is not None:
-            others = [key for key in following.key_list() if key != bad and key not in self.skipped]
+        if replace and not others and batch.previous is not None:
+            others = [key for key in unpack_keys(batch.previous) if key != bad and key not in self.skipped]
         if not others:
             return False
         if bad not in self.skipped:
