@@ -21,7 +21,7 @@ class FaultPolicy:
     of several restarts with no batch made in between, doubling to `max_backoff_s`. stall_s: no progress within one sample.
     None: no limit. start_timeout_s: for import, build and init together. sample_deaths: deaths during one sample until it
     counts as bad. on_bad_sample: "raise"; "skip" leaves it out; "replace" puts another sample of the same batch in its place,
-    or of the next batch.
+    or of the batch before.
 
     Raises ConfigError for a value that cannot be.
     """
