@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -116,6 +117,9 @@ class Loader:
             _warn_unpinned()
         self._epoch = 0
         self._engine: Engine | None = None
+        # Re-entrant, and code of C: a signal handler on this thread may use the loader.
+        self._engine_lock = threading.RLock()
+        self._num_opening = 0  # threads between `iter` and their session
         self._is_closed = False
         self._past = LoaderStats()  # of engines that are gone (persistent_workers=False)
         self._wait_s = 0.0
@@ -128,14 +132,20 @@ class Loader:
     def __iter__(self) -> LoaderIterator:
         """Start an epoch; several may run at once."""
         self._check_open()
+        with self._engine_lock:
+            self._num_opening += 1
         try:
             engine = self._running()
             source = self._key_source(engine)
+            with self._engine_lock:
+                epoch, self._epoch = self._epoch, self._epoch + 1
+            session = engine.open_session(epoch, in_order=self._options.in_order)
         except ClosedError:
             lifetime.stay_if_exiting()
             raise
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        session = engine.open_session(epoch, in_order=self._options.in_order)
+        finally:
+            with self._engine_lock:
+                self._num_opening -= 1
         return LoaderIterator(self, engine, session, source)
 
     def __len__(self) -> int:
@@ -251,19 +261,23 @@ class Loader:
 
     def _running(self) -> Engine:
         """The engine, started."""
-        if self._engine is None:
-            engine = Engine(self._options.policy, self._make_backend, self._options.max_ring_bytes, self._wrap)
-            engine.belong_to(self)
-            self._engine = engine
-        self._engine.start()
-        return self._engine
+        with self._engine_lock:
+            if self._engine is None:
+                engine = Engine(self._options.policy, self._make_backend, self._options.max_ring_bytes, self._wrap)
+                engine.belong_to(self)
+                self._engine = engine
+            engine = self._engine
+        engine.start()
+        return engine
 
     def _ended(self, engine: Engine) -> None:
         """An epoch is over: workers that are not to be kept go."""
-        if not self._options.persistent_workers and self._engine is engine and not engine.scheduler.sessions:
-            engine.close()
-            self._past = self.stats()
-            self._engine = None
+        with self._engine_lock:
+            is_last = self._engine is engine and not engine.scheduler.sessions and not self._num_opening
+            if not self._options.persistent_workers and is_last:
+                engine.close()
+                self._past = self.stats()
+                self._engine = None
 
     def _key_source(self, engine: Engine) -> KeySource:
         opts = self._options
@@ -331,6 +345,8 @@ class LoaderIterator(Iterator[Any]):
         self._is_pulled = False  # the sampler has no more
         self._is_over = False
         self._num_noted = 0  # of the session's skipped keys
+        self._busy = threading.Lock()
+        self._user = 0  # thread id of whoever is inside `next`
         engine.follow(self, session)
 
     def __iter__(self) -> LoaderIterator:
@@ -343,6 +359,12 @@ class LoaderIterator(Iterator[Any]):
         if self._is_over:
             raise StopIteration
         session, is_taken = self._session, False
+        me = threading.get_ident()
+        if not self._busy.acquire(blocking=False) and self._user != me:
+            raise LoaderError(
+                "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
+            )
+        self._user = me
         try:
             batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
             self._loader._num_batches += 1
@@ -365,6 +387,10 @@ class LoaderIterator(Iterator[Any]):
             if is_taken:
                 session.arrived = False
             raise
+        finally:
+            self._user = 0
+            if self._busy.locked():
+                self._busy.release()
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -29,6 +29,7 @@ class Death:
     sample: int = -1
     stage: str = ""
     trace: str = ""
+    reason: str = ""  # why the process could not even be started
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class NeedRoom:
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The batch could not be made. `kind` is "sample" (the dataset raised at `sample`), "collate" (the
-    `collate_fn` did) or "layout" (samples disagree).
+    `collate_fn` did), "set_epoch" (the dataset's method did) or "layout" (samples disagree).
 
     `sample` is the place within the batch, -1 when no single sample is to blame.
     """

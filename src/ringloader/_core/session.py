@@ -123,11 +123,15 @@ class Session:
         self._sizes.append(filled.nbytes)
         # The largest but one: a single outlier must not have every later batch ask for a slot of its size.
         self.slot_nbytes = sorted(self._sizes)[-2:][0]
-        self._ready.append(batch.batch_id)
+        self._completed(batch)
 
     def fail(self, batch: Batch, fault: Fault) -> None:
         batch.state, batch.fault, batch.sticky_worker = BatchState.FAILED, fault, -1
-        self._ready.append(batch.batch_id)
+        self._completed(batch)
+
+    def _completed(self, batch: Batch) -> None:
+        if not self.in_order:
+            self._ready.append(batch.batch_id)
 
     def head(self) -> Batch | None:
         """The batch to hand over next, if it is ready or failed."""
@@ -177,7 +181,7 @@ class Session:
             if batch.fault is None:
                 self.wait(batch)
             else:
-                self._ready.insert(0, batch.batch_id)
+                self._completed(batch)
         self.in_hand = None
 
     def restart(self) -> None:
@@ -193,7 +197,7 @@ class Session:
                 self._waiting.append(batch.batch_id)
             else:
                 batch.state = BatchState.FAILED
-                self._ready.append(batch.batch_id)
+                self._completed(batch)
 
     def finished(self) -> bool:
         return self.ended and not self.batches

@@ -71,6 +71,8 @@ class Supervision:
         if worker is None or worker.state in (WorkerState.STOPPED, WorkerState.GIVEN_UP, WorkerState.BACKOFF):
             self._room.unquarantine(event)
             return
+        if event.death.reason:
+            worker.kill_reason = f"it could not be started: {event.death.reason}"
         story = _story(worker, event.death)
         blamed = self._requeue(worker, event.death, story)
         if self.start_fault is not None and worker.incarnation == 1 and not worker.num_filled:

@@ -25,6 +25,8 @@ from ringloader._runtime.ring import Ring
 # Layouts and placements remembered. A worker forgets its oldest beyond MAX_LAYOUTS; here there are more, so that none it still
 # names is missing.
 _MAX_KNOWN = 4 * MAX_LAYOUTS
+# Leaves of all placements remembered: trees of thousands of leaves whose shapes vary must not fill the memory.
+_MAX_PLANNED = 1 << 14
 _EMPTY = np.empty(0, np.uint8)
 
 Wrap = Callable[[Layout, Placement, bytes, "np.ndarray[Any, Any]"], tuple[Any, list[Any]]]
@@ -40,6 +42,7 @@ class Delivery:
         self._wrap = wrap
         self._is_inline = is_inline
         self._definitions: dict[tuple[int, int], OrderedDict[int, bytes]] = {}
+        self._num_planned = 0
         self._plans: OrderedDict[tuple[bytes, bytes], tuple[Layout, Placement]] = OrderedDict()
 
     def deliver(self, session: Session, batch: Batch) -> Any:
@@ -78,8 +81,10 @@ class Delivery:
                 shapes.append(tuple(flat[start : start + leaf.ndim]))
                 start += leaf.ndim
             plan = self._plans[key] = (layout, layout.place(tuple(shapes)))
-            if len(self._plans) > _MAX_KNOWN:
-                self._plans.popitem(last=False)
+            self._num_planned += len(layout.leaves) + 1
+            while self._num_planned > _MAX_PLANNED and len(self._plans) > 1:
+                _, (oldest, _) = self._plans.popitem(last=False)
+                self._num_planned -= len(oldest.leaves) + 1
         return plan
 
     def define(self, worker_id: int, incarnation: int, filled: msg.Filled) -> msg.Filled | None:

@@ -123,21 +123,18 @@ class Engine:
         if self._is_foreign or self.pump.is_closed:
             return False
 
-        def decide() -> bool:
-            key = self.ring.find_lease(address, leaf)
-            if key is not None:
-                self.ring.leases.pop(key)
-                self.pump.release(key)
-            return key is not None
-
-        found: bool = self.pump.step([], decide)
-        return found
+        lease = self.ring.find_lease(address, leaf)
+        if lease is None:
+            return False
+        self.ring.ended.append(lease)
+        if not self.pump.is_mine():
+            self.pump.step([])
+        return True
 
     def pids(self) -> list[int]:
         """Process ids of the workers that run now."""
-        with self.pump.lock:
-            pids: list[int] = self.backend.pids()
-            return pids
+        pids: list[int] = self.backend.pids()
+        return pids
 
     # --- waiting --------------------------------------------------------------------------------------------------------
 
@@ -224,6 +221,9 @@ class Engine:
             return
         pump = self.pump
         self._stop_s = stop_s
+        if pump.is_mine():
+            self._post_close()  # a signal handler inside `next`: the watching thread ends it, or inline the next call
+            return
         with pump.lock:
             pump.is_closed = True
             pump.changed.ring()
@@ -237,10 +237,13 @@ class Engine:
     def post_close(self) -> None:
         """Have the engine closed by its own thread; safe in a finalizer, which may run on that very thread."""
         if os.getpid() == self.owner_pid and not self._is_foreign:
-            self._close_posted = True
-            self.pump.kick()
-            if self.pump.thread is None:
+            self._post_close()
+            if self.pump.thread is None and not self.pump.is_mine():
                 self._shut(0.0)
+
+    def _post_close(self) -> None:
+        self._close_posted = True
+        self.pump.kick()
 
     def disown(self) -> None:
         """In a forked child: this engine is the parent's. No lock of it may be taken, nothing sent."""
@@ -273,7 +276,9 @@ class Engine:
         if self._is_foreign or os.getpid() != self.owner_pid:
             owner = self.owner_pid
             raise ClosedError(f"the loader belongs to process {owner}; make a new one in this process", owner_pid=owner)
-        if self.pump.is_closed:
+        if self._close_posted and self.pump.thread is None:
+            self._shut(0.0)
+        if self.pump.is_closed or self._close_posted:
             if self.pump.failure is not None:
                 raise self.pump.failure
             raise ClosedError("the loader was closed; make a new one")

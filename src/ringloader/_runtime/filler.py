@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,30 @@ class _Kept:
     """A batch that waits for room."""
 
     batch_id: int
-    collated: Collated
+    collated: Collated | _Copied
     num_samples: int
     fetch_ns: int
+
+
+def _keep(made: _Kept) -> _Kept:
+    """Take a copy of a batch's bytes out of the user's memory."""
+    if isinstance(made.collated, _Copied):
+        return made
+    return replace(made, collated=_Copied(made.collated))
+
+
+class _Copied:
+    """A batch that was laid out in private memory."""
+
+    def __init__(self, collated: Collated) -> None:
+        self.layout, self.shapes, self.inline = collated.layout, collated.shapes, collated.inline
+        self.nbytes = collated.nbytes
+        self.copied_nbytes = collated.copied_nbytes + collated.nbytes
+        self._bytes = np.empty(collated.nbytes, np.uint8)
+        collated.write(self._bytes)
+
+    def write(self, slot: np.ndarray[Any, Any]) -> None:
+        slot[: self.nbytes] = self._bytes
 
 
 class CancelledFill(Exception):
@@ -74,6 +95,7 @@ class Filler:
         self._seed_samples = seed_per == "sample"
         self._catch = catch
         self._defines_once = defines_once
+        self._doing = "sample"  # what an exception is blamed on
         self._epoch: int | None = None
         self._kept: dict[int, _Kept] = {}
         self._layout_ids: OrderedDict[Layout, int] = OrderedDict()
@@ -117,6 +139,7 @@ class Filler:
         keys = unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))
         self._seeder.for_position(fill.epoch, fill.position)
         self._page.stage(status.FETCHING)
+        self._doing = "sample"
         batch = self._collator.begin(len(keys), keys, slot)
         if self._getitems:
             batch.extend(self._getitems(keys))
@@ -124,6 +147,7 @@ class Filler:
             self._fetch_each(fill, keys, batch)
         fetched_ns = time.monotonic_ns()
         self._page.stage(status.COLLATING)
+        self._doing = "collate"
         collated = batch.finish()
         kept = _Kept(fill.batch_id, collated, len(keys), fetched_ns - began_ns)
         if collated.written or not collated.nbytes:
@@ -157,8 +181,9 @@ class Filler:
         self._page.stage(status.COLLATING)
         nbytes = kept.collated.nbytes
         if nbytes and (slot is None or len(slot) < nbytes):
-            # One batch per session is kept, never more: an older one is fetched again when its Fill comes.
-            self._kept[fill.session_id] = kept
+            # One batch per session is kept, never more: an older one is fetched again when its Fill comes. Kept are its bytes,
+            # not the samples: a dataset may return one buffer again and again, and the next Fill comes before the room.
+            self._kept[fill.session_id] = _keep(kept)
             return msg.NeedRoom(fill.serial, fill.generation, nbytes, True)
         began_ns = time.monotonic_ns()
         if nbytes:
@@ -197,19 +222,18 @@ class Filler:
 
     def _set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            self._epoch = self._info.epoch = epoch
+            self._info.epoch = epoch
             set_epoch = getattr(self._dataset, "set_epoch", None)
             if set_epoch is not None:
+                self._doing = "set_epoch"
                 set_epoch(epoch)
+            self._epoch = epoch  # only now: if it failed, no batch of this epoch may pass
 
     def _failed(self, fill: msg.Fill, error: BaseException) -> msg.Failed:
-        view = self._page.view()
-        is_fetching = view.stage == status.STAGES[status.FETCHING]
-        place, facts = view.sample if is_fetching else -1, {}
+        kind, facts = self._doing, {}
+        place = self._page.view().sample if kind == "sample" else -1
         if isinstance(error, LayoutError):
             kind, facts = "layout", _plain_facts(error)
-        else:
-            kind = "sample" if is_fetching else "collate"
         return msg.Failed(
             fill.serial, fill.generation, kind, place, type_name(error), safe_text(error), format_traceback(error), facts
         )

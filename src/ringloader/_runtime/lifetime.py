@@ -12,6 +12,8 @@ import threading
 import weakref
 from typing import Any, Protocol
 
+from ringloader._runtime import memory
+
 # How long workers may take to leave by themselves at interpreter exit.
 _EXIT_STOP_S = 0.3
 
@@ -53,17 +55,23 @@ def stay_if_exiting() -> None:
 def _close_all() -> None:
     global _is_exiting
     _is_exiting = True
+    engines = list(ENGINES)
     closers = [
-        threading.Thread(target=engine.close, args=(_EXIT_STOP_S,), name="ringloader-exit", daemon=True)
-        for engine in list(ENGINES)
+        threading.Thread(target=engine.close, args=(_EXIT_STOP_S,), name="ringloader-exit", daemon=True) for engine in engines
     ]
-    for closer in closers:
-        closer.start()
-    for closer in closers:
+    started = []
+    for closer, engine in zip(closers, engines, strict=True):
+        try:
+            closer.start()
+            started.append(closer)
+        except RuntimeError:
+            engine.close(_EXIT_STOP_S)  # no more threads to be had
+    for closer in started:
         closer.join()
 
 
 def _disown_all() -> None:
+    memory.ACCOUNT.reset()
     for engine in list(ENGINES):
         engine.disown()
 

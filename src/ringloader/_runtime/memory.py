@@ -112,6 +112,11 @@ class RingAccount:
         with self._lock:
             self._nbytes -= nbytes
 
+    def reset(self) -> None:
+        """In a forked child: the rings are the parent's, and the lock may be held by a thread that is not here."""
+        self._lock = threading.Lock()
+        self._nbytes = 0
+
     @property
     def nbytes(self) -> int:
         return self._nbytes

@@ -145,13 +145,15 @@ class ProcessPool:
 
     def start_worker(self, worker_id: int, incarnation: int) -> Callable[[], WorkerExited | None]:
         """Start a process, outside any lock; the function returned takes it in, and must be called under the pump's lock."""
-        page_fd = StatusPage.create()
+        page_fd = -1
         try:
+            page_fd = StatusPage.create()
             page = StatusPage(page_fd)
             process = WorkerProcess.start(self._settings.hash_seed, page)
         except OSError as error:
-            os.close(page_fd)
-            death = Death(None, stage=f"starting the interpreter: {error}")
+            if page_fd >= 0:
+                os.close(page_fd)
+            death = Death(None, reason=str(error))
             return lambda: WorkerExited(worker_id, incarnation, death)
         member = _Member(worker_id, incarnation, process, NonBlockingPipe(process.sock))
         setup = msg.Setup(msg.PROTOCOL_VERSION, worker_id, incarnation, os.getpid(), self._settings.settings)
@@ -259,7 +261,7 @@ class ProcessPool:
 
     def pids(self) -> list[int]:
         """Process ids of the workers that run now, by worker id."""
-        return [member.process.pid for _, member in sorted(self._members.items())]
+        return [member.process.pid for _, member in sorted(self._members.copy().items())]
 
     # --- details --------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -33,13 +34,15 @@ from ringloader._core.scheduler import Scheduler
 from ringloader._core.slots import SlotState
 from ringloader._runtime.delivery import Delivery
 from ringloader._runtime.ring import Ring
-from ringloader.errors import InternalError
+from ringloader.errors import InternalError, LoaderError
 
 logger = logging.getLogger("ringloader")
 
 # How often to look for released slots while a batch waits for one.
 _ROOM_LOOK_S = 0.02
 _REPAIR_LOOK_S = 1.0
+# How long past its time a leader is still counted on. Two at once do no harm: facts are taken in under the lock.
+_OVERDUE_S = 1.0
 _HISTORY = 50
 
 Ready = list[tuple[int, int]]
@@ -61,6 +64,8 @@ class Pump:
         self.abandoned: deque[Follower] = deque()  # sessions whose iterator is gone
         self.followers: dict[int, Follower] = {}
         self.leader = 0  # thread id, 0: nobody
+        self.leader_until_s = math.inf  # when to stop counting on it
+        self.owner = 0  # thread id of whoever is changing state
         self.last_pump_s = time.monotonic()
         self.is_dirty = False
         self.is_closed = False
@@ -74,32 +79,45 @@ class Pump:
         self._grown: ev.SegmentAdded | ev.SegmentRefused | None = None
 
     def wait(self, timeout_s: float | None) -> Ready:
-        """Wait for facts as the leader, or for whoever leads; returns what `_step` is to collect."""
+        """Wait for facts as the leader, or for whoever leads; returns what `step` is to collect."""
         me = threading.get_ident()
-        with self.lock:
-            # A leader that is this very thread was interrupted before it could step down.
-            follows = self.leader not in (0, me)
-            if follows:
-                self.kick()
-                waiter = self.changed.waiter()
-            else:
-                self.leader = me
-                timeout_s = self._bounded(timeout_s)
-        if follows:
-            if timeout_s != 0.0:
-                waiter.acquire(timeout=-1 if timeout_s is None else timeout_s)
-            return []
+        waiter = None
         try:
-            if self.backend.is_inline:
-                self.run_jobs()
-            grown = self._grow()
-            ready: list[tuple[int, int]] = self.backend.wait(0.0 if grown and not self.backend.is_inline else timeout_s)
-            return ready
-        finally:
             with self.lock:
-                self.leader = 0
-                self.last_pump_s = time.monotonic()
-                self.changed.ring()
+                now_s = time.monotonic()
+                # A leader that is this very thread was interrupted before it could step down, and one that is long past its
+                # time may be one that left that way.
+                if self.leader in (0, me) or now_s > self.leader_until_s:
+                    timeout_s = self._bounded(timeout_s)
+                    inline = self.backend.is_inline or timeout_s is None
+                    self.leader_until_s = math.inf if inline or self._growth else now_s + (timeout_s or 0.0) + _OVERDUE_S
+                    self.leader = me
+                else:
+                    self.kick()
+                    waiter = self.changed.waiter()
+            if waiter is not None:
+                if timeout_s != 0.0:
+                    waiter.acquire(timeout=-1 if timeout_s is None else timeout_s)
+                return []
+            return self._lead(timeout_s)
+        finally:
+            if self.leader == me:
+                with self.lock:
+                    self.leader = 0
+                    self.last_pump_s = time.monotonic()
+                    self.changed.ring()
+
+    def _lead(self, timeout_s: float | None) -> Ready:
+        if self.backend.is_inline:
+            self.run_jobs()
+        grown = self._grow()
+        try:
+            ready: Ready = self.backend.wait(0.0 if grown and not self.backend.is_inline else timeout_s)
+        except (OSError, ValueError):
+            if self.is_closed:
+                return []  # closed under us, by another thread or a signal handler
+            raise
+        return ready
 
     def _bounded(self, timeout_s: float | None) -> float | None:
         """How long the leader may sleep: not past the next look, and not at all when something waits here already."""
@@ -127,10 +145,18 @@ class Pump:
 
     def step(self, ready: Ready | None, ask: Callable[[], Any] | None = None) -> Any:
         """Take in facts, decide, send; all under the lock. Returns what `ask` gives. `ready` None: look for facts here."""
+        if self.is_mine():
+            raise LoaderError(
+                "the loader was used from inside itself: by a signal handler or a finalizer that ran in its `next`"
+            )
         while True:
             with self.lock:
                 if not self.is_dirty or self._repairs():
-                    got = self._change(ready, ask)
+                    self.owner = threading.get_ident()
+                    try:
+                        got = self._change(ready, ask)
+                    finally:
+                        self.owner = 0
                     break
                 waiter = self.changed.waiter()
                 self.kick()
@@ -140,6 +166,10 @@ class Pump:
         if self._notes:
             self._log_notes()
         return got
+
+    def is_mine(self) -> bool:
+        """This thread is inside a change of state: a signal handler or a finalizer asks, and must not wait for the lock."""
+        return self.owner == threading.get_ident() and self.lock.locked()
 
     def _change(self, ready: Ready | None, ask: Callable[[], Any] | None) -> Any:
         """One change of state. Held: the lock. An exception in it leaves the mark for a repair."""
@@ -299,6 +329,7 @@ class Pump:
         take_in = self.backend.start_worker(command.worker_id, command.incarnation)
 
         def decide() -> None:
+            self._has_news = True
             failed = take_in()
             if failed is None:
                 worker.pid = self.backend.pid(command.worker_id)

@@ -25,6 +25,7 @@ from ringloader.errors import (
 )
 
 _MAX_KEYS = 16
+_CULPRITS = {"collate": "collate_fn", "set_epoch": "the dataset's set_epoch"}
 
 
 def batch_error(batch: Batch, fault: Fault, *, inline: bool) -> LoaderError:
@@ -55,7 +56,7 @@ def _from_failed(batch: Batch, failed: Failed, key: object, where: str, worker: 
         error = LayoutError(f"{failed.error} ({where})", **{**facts, "batch": batch.batch_id, "worker": worker})
     else:
         advice = "; a debugger needs num_workers=0" if failed.error_type.endswith("BdbQuit") else ""
-        who = {"collate": "collate_fn"}.get(failed.kind, "the dataset" if key is None else f"sample {key!r}")
+        who = _CULPRITS.get(failed.kind, "the dataset" if failed.sample < 0 else f"sample {key!r}")
         error = SampleError(
             f"{who} raised {failed.error_type}: {failed.error}{advice} ({where}, indices {_brief(batch.key_list())})"
             f"\n\n{failed.traceback}",
@@ -125,7 +126,16 @@ def full_error(scheduler: Scheduler, session: Session, holders: list[str], limit
             option="max_ring_bytes",
             value=limit,
         )
-    held = ", ".join(holders[:5]) or "none"
+    if not holders:
+        return RingFullError(
+            f"no slot could be made for batch {session.num_delivered}: {room_sentence(refusal)}; free memory, or make batches "
+            "smaller",
+            num_slots=num_slots,
+            holders=holders,
+            needed_nbytes=refusal.slot_nbytes,
+            limit_nbytes=limit,
+        )
+    held = ", ".join(holders[:5])
     return RingFullError(
         f"no slot is free for batch {session.num_delivered}: {len(scheduler.slots.by_id)} slots, held by batches you keep: "
         f"{held}; {room_sentence(refusal)}; clone() what you keep, release(batch), or raise max_ring_bytes",

@@ -62,6 +62,7 @@ class Ring:
         while True:
             try:
                 segment = Segment.create(size * num_slots)
+                segment.map()
                 break
             except RoomError as error:
                 fewer = max(num_slots // 2, command.least)
@@ -128,12 +129,12 @@ class Ring:
             counts[what] = counts.get(what, 0) + 1
         return [f"{count} by {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1])]
 
-    def find_lease(self, address: int, leaf: object) -> tuple[int, int] | None:
+    def find_lease(self, address: int, leaf: object) -> Lease | None:
         """Return the lease that handed out this very leaf, whose memory begins at `address`."""
-        for key, lease in self.leases.items():
+        for lease in list(self.leases.values()):
             root = lease()
             if root is not None and root.ctypes.data <= address < root.ctypes.data + max(root.nbytes, 1):
-                return key if any(ref() is leaf for ref in lease.leaves) else None
+                return lease if any(ref() is leaf for ref in lease.leaves) else None
         return None
 
     def close(self) -> None:

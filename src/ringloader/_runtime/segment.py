@@ -72,8 +72,16 @@ class Segment:
     @property
     def mapping(self) -> mmap.mmap:
         """The whole segment, shared and writable. It is unmapped when its last view is gone, not before."""
+        return self.map()
+
+    def map(self) -> mmap.mmap:
+        """Map the segment if it is not mapped yet. Raises RoomError, and gives the memory back."""
         if self._mapping is None:
-            self._mapping = map_shared(self.fd, self.nbytes)
+            try:
+                self._mapping = map_shared(self.fd, self.nbytes)
+            except RoomError:
+                self.close()
+                raise
         return self._mapping
 
     def close(self) -> None:

@@ -51,8 +51,9 @@ class Watch:
             if pump.is_dirty:
                 pump.repair()
             absent_s = time.monotonic() - pump.last_pump_s
-            is_idle = pump.leader == 0 and absent_s >= _ABSENT_S
-            pause_s = _ABSENT_S if pump.leader else _ABSENT_S - absent_s
+            is_led = pump.leader != 0 and time.monotonic() <= pump.leader_until_s
+            is_idle = not is_led and absent_s >= _ABSENT_S
+            pause_s = _ABSENT_S if is_led else _ABSENT_S - absent_s
         if pump.jobs:
             pump.run_jobs()
         elif is_idle:

@@ -57,6 +57,7 @@ class _Worker:
 
     def __init__(self, pipe: BlockingPipe) -> None:
         self._pipe = pipe
+        self._pid = os.getpid()
         self._inbox: deque[tuple[msg.Message, list[int]]] = deque()
         self._segments: dict[int, mmap.mmap] = {}
         self._populated: dict[tuple[int, int], int] = {}
@@ -82,6 +83,7 @@ class _Worker:
         # The bare descriptor, open until the very end: a file object would be closed, with a warning, before faults are over.
         os.lseek(page_fd, status.TRACE_OFFSET, os.SEEK_SET)
         faulthandler.enable(page_fd, all_threads=True)
+        os.register_at_fork(after_in_child=faulthandler.disable)
         faulthandler.register(DUMP_SIGNAL, page_fd, all_threads=True)
 
     def _build(self, setup: msg.Setup, payload: list[int]) -> tuple[Filler, dict[str, object]] | None:
@@ -132,6 +134,8 @@ class _Worker:
     def _fill(self, fill: msg.Fill, fds: list[int]) -> None:
         self._map(fill, fds)
         answer = self._filler.fill(fill, self._slot(fill))
+        if os.getpid() != self._pid:
+            os._exit(0)  # a fork of the dataset's that returned from it: the answer is the other's to give
         try:
             self._pipe.send(answer)
         except ProtocolError as error:
@@ -141,7 +145,9 @@ class _Worker:
 
     def _map(self, fill: msg.Fill, fds: list[int]) -> None:
         for (segment_id, nbytes), fd in zip(fill.attach, fds, strict=True):
-            self._segments[segment_id] = segment.map_shared(fd, nbytes)
+            mapping = self._segments[segment_id] = segment.map_shared(fd, nbytes)
+            # A child that the dataset forks and that comes back from it by mistake must not write into slots.
+            mapping.madvise(mmap.MADV_DONTFORK)
             os.close(fd)
 
     def _slot(self, fill: msg.Fill) -> np.ndarray[Any, Any] | None:
