@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import ringloader
+import ringloader.loader as loader_module
 from ringloader import ConfigError, FactoryError, FactorySpec, FaultPolicy, Loader
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,8 +197,11 @@ def test_readme_sampler_is_pulled_by_calls_of_next_alone(num_workers: int, num_a
             assert len(pulled) == 2 * (k + num_ahead)
 
 
-def test_readme_ranks_with_torchs_sampler_are_not_sharded_twice(caplog: pytest.LogCaptureFixture) -> None:
+def test_readme_ranks_with_torchs_sampler_are_not_sharded_twice(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A DistributedSampler decides alone, and gets its epoch from the loader; without one the loader shards, and says so."""
+    monkeypatch.setattr(loader_module, "_said_sharding", set())  # it is said once per process
     read = []
     for rank in range(2):
         sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)  # type: ignore[var-annotated, arg-type]

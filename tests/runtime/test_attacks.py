@@ -131,7 +131,7 @@ def test_interpreter_that_cannot_be_started_is_said_at_once(monkeypatch: pytest.
     faults = FaultPolicy(restarts=2, backoff_s=0.01)
     with (
         Loader(FactorySpec(Numbers, 10), num_workers=1, faults=faults) as loader,
-        pytest.raises(FactoryError, match="could not be started: .*No such file"),
+        pytest.raises(FactoryError, match=r"could not be started: .*No such file"),
     ):
         loader.start()
 

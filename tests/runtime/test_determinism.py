@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringloader import FactorySpec, FaultPolicy, Loader
+from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader
 from tests.runtime import determinism_datasets as datasets
 
 _KILLS = FaultPolicy(restarts=100, sample_deaths=100)
@@ -58,7 +58,7 @@ def test_p01_set_order_is_the_same_in_all_workers() -> None:
 
 
 _SCRIPT = """
-from ringloader import FactorySpec, Loader
+from ringloader import ConfigError, FactorySpec, Loader
 from tests.runtime import determinism_datasets as datasets
 from tests.runtime.test_determinism import digest
 with Loader(FactorySpec(datasets.Draws, ""), batch_size=6, shuffle=True, num_workers=2) as loader:
@@ -109,6 +109,24 @@ def test_p06_ranks_draw_differently_and_share_the_permutation() -> None:
     together = torch.cat(parts)
     assert sorted(together[:, 0].tolist()) == list(range(40))
     assert len(set(together[:, 3].tolist())) == 40
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_seed_per_sample_with_a_users_sampler_draws_each_sample_anew(num_workers: int) -> None:
+    """Where no global position is known, draws are keyed by batch and place: none repeats."""
+    order = [k * 7 % 40 for k in range(40)]
+    with Loader(
+        FactorySpec(datasets.Draws, ""), batch_size=4, num_workers=num_workers, seed_per="sample", sampler=order
+    ) as loader:
+        rows = torch.cat(list(loader))
+    assert rows[:, 0].tolist() == order
+    assert len(set(rows[:, 3].tolist())) == 40
+
+
+def test_seed_drawn_anew_with_several_ranks_is_refused() -> None:
+    """seed=None would give each rank an order of its own: samples missed and repeated."""
+    with pytest.raises(ConfigError, match="seed=None with 2 ranks"):
+        Loader(FactorySpec(datasets.Draws, ""), shuffle=True, seed=None, rank=0, world_size=2)
 
 
 def test_inline_leaves_the_users_generators_alone() -> None:
