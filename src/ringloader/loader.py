@@ -345,8 +345,7 @@ class LoaderIterator(Iterator[Any]):
         self._is_pulled = False  # the sampler has no more
         self._is_over = False
         self._num_noted = 0  # of the session's skipped keys
-        self._busy = threading.Lock()
-        self._user = 0  # thread id of whoever is inside `next`
+        self._inside: dict[str, int] = {}  # the thread that is inside `next`
         engine.follow(self, session)
 
     def __iter__(self) -> LoaderIterator:
@@ -360,11 +359,11 @@ class LoaderIterator(Iterator[Any]):
             raise StopIteration
         session, is_taken = self._session, False
         me = threading.get_ident()
-        if not self._busy.acquire(blocking=False) and self._user != me:
+        # One step of C code: two threads cannot both find nobody, and an interrupt leaves this thread as it was or inside.
+        if self._inside.setdefault("thread", me) != me:
             raise LoaderError(
                 "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
             )
-        self._user = me
         try:
             batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
             self._loader._num_batches += 1
@@ -388,9 +387,7 @@ class LoaderIterator(Iterator[Any]):
                 session.arrived = False
             raise
         finally:
-            self._user = 0
-            if self._busy.locked():
-                self._busy.release()
+            self._inside.clear()
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import pickle
+import re
 import socket
 import sqlite3
 import subprocess
@@ -118,7 +119,7 @@ def run_script(arguments: list[str], cwd: pathlib.Path, source: str | None = Non
     "value",
     [None, 3, 2**90, "text", b"b", (1, [2, {3: (4,)}]), {("a", 1): {5}}, pathlib.Path("/x"), np.int16(3), slice(1, 2), gather,
      Recipe, len, [gather, {"k": Recipe}], np.add, np.dtype("i4"), 1j, [np.float32(0.5), Recipe.double]],
-    ids=repr,
+    ids=lambda value: re.sub(r" at 0x\w+", "", repr(value)),
 )  # fmt: skip
 def test_spec_arguments_arrive_equal_and_of_their_type(value: Any) -> None:
     """Plain values, references and pickled objects reach the call as they were given."""

@@ -172,15 +172,9 @@ class ProcessPool:
             self._poll.register(member.process.pidfd, select.EPOLLIN)
         else:
             self.needs_drain = True
-            threading.Thread(target=self._wait_for, args=(member.process.pid,), name="ringloader-wait", daemon=True).start()
-
-    def _wait_for(self, pid: int) -> None:
-        """Where there is no pidfd: tell the selector when a process has ended, without collecting its status."""
-        try:
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            pass
-        os.eventfd_write(self._wake_fd, 1)
+            # A descriptor of its own: the thread may outlive the engine, whose number would be somebody else's by then.
+            arguments = (member.process.pid, os.dup(self._wake_fd))
+            threading.Thread(target=_wait_for, args=arguments, name="ringloader-wait", daemon=True).start()
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
         """Send a Fill, with the segment's descriptor if this incarnation does not have it yet."""
@@ -312,6 +306,16 @@ class ProcessPool:
                 poll.unregister(fd)
             waiting = [member for member in waiting if not member.process.reap(wait=False)]
         return not waiting
+
+
+def _wait_for(pid: int, wake_fd: int) -> None:
+    """Where there is no pidfd: tell the selector when a process has ended, without collecting its status."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        pass
+    os.eventfd_write(wake_fd, 1)
+    os.close(wake_fd)
 
 
 def _drain_eventfd(fd: int) -> None:
