@@ -43,6 +43,7 @@ class Scheduler:
         self.supervision = Supervision(policy, self.sessions, self.room, self.outbox)
         self.workers = self.supervision.workers
         self.num_stale = 0
+        self._usual_nbytes: int | None = None  # the slot size that the last session had learned; the next begins with it
         self._next_serial = 1
         self._on_fact: dict[type, Callable[[Any], None]] = {
             ev.SegmentAdded: self.room.added,
@@ -74,6 +75,7 @@ class Scheduler:
     def open_session(self, session: Session) -> None:
         # A newcomer starts level with the least served, or it would own every worker until it had caught up.
         session.busy_ns = min((other.busy_ns for other in self.sessions.values()), default=0)
+        session.slot_nbytes = self._usual_nbytes
         self.sessions[session.session_id] = session
 
     def close_session(self, session_id: int) -> None:
@@ -81,6 +83,7 @@ class Scheduler:
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
+        self._usual_nbytes = session.slot_nbytes or self._usual_nbytes
         for batch in session.batches.values():
             if batch.state is BatchState.READY:
                 self.room.revoke(batch.slot_id)
