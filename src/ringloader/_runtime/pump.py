@@ -56,7 +56,9 @@ class Pump:
         self.backend = backend
         self.ring = ring
         self.wake_fd = wake_fd
-        self.lock = threading.Lock()
+        # Re-entrant only so that it can tell its owner: a signal handler or a finalizer that runs while this thread holds it
+        # must not change state in the middle of a change, and must not wait for itself either (`is_mine`).
+        self.lock = threading.RLock()
         self.changed = Bell()
         self.thread_wanted = Doorbell()
         self.thread: threading.Thread | None = None  # the watching thread
@@ -65,7 +67,6 @@ class Pump:
         self.followers: dict[int, Follower] = {}
         self.leader = 0  # thread id, 0: nobody
         self.leader_until_s = math.inf  # when to stop counting on it
-        self.owner = 0  # thread id of whoever is changing state
         self.last_pump_s = time.monotonic()
         self.is_dirty = False
         self.is_closed = False
@@ -139,7 +140,8 @@ class Pump:
         command = self._growth
         if command is None:
             return False
-        self._grown = self.ring.add_segment(command)
+        if self._grown is None:  # else an interrupt came between the two, and it is there already
+            self._grown = self.ring.add_segment(command)
         self._growth = None
         return True
 
@@ -152,11 +154,7 @@ class Pump:
         while True:
             with self.lock:
                 if not self.is_dirty or self._repairs():
-                    self.owner = threading.get_ident()
-                    try:
-                        got = self._change(ready, ask)
-                    finally:
-                        self.owner = 0
+                    got = self._change(ready, ask)
                     break
                 waiter = self.changed.waiter()
                 self.kick()
@@ -168,8 +166,9 @@ class Pump:
         return got
 
     def is_mine(self) -> bool:
-        """This thread is inside a change of state: a signal handler or a finalizer asks, and must not wait for the lock."""
-        return self.owner == threading.get_ident() and self.lock.locked()
+        """This thread holds the lock already: a signal handler or a finalizer asks."""
+        owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return owned
 
     def _change(self, ready: Ready | None, ask: Callable[[], Any] | None) -> Any:
         """One change of state. Held: the lock. An exception in it leaves the mark for a repair."""
