@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +40,13 @@ def wait_until(condition: object, within_s: float = 5.0) -> bool:
             return True
         time.sleep(0.01)
     return bool(condition())  # type: ignore[operator]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _heeds_interrupts() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
