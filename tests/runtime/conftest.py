@@ -44,7 +44,8 @@ def wait_until(condition: object, within_s: float = 5.0) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def _heeds_interrupts() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard."""
+    """A shell starts what runs in its background with SIGINT ignored, and children inherit that: tests of Ctrl-C need it
+    heard."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
