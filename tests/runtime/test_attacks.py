@@ -17,7 +17,10 @@ import pytest
 
 import ringloader
 from ringloader import FactoryError, FactorySpec, FaultPolicy, Loader, LoaderError, SampleError
+from ringloader._core.events import AddSegment, SegmentRefused
+from ringloader._runtime import memory, segment
 from ringloader._runtime.pump import Pump
+from ringloader._runtime.ring import Ring
 from tests.runtime.sample_datasets import Numbers, first_time
 
 
@@ -238,3 +241,25 @@ def test_iterator_shared_by_threads_refuses_or_delivers_each_batch_once() -> Non
             assert all("in use by another thread" in text for text in refused)
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_segment_that_cannot_be_mapped_is_refused_with_its_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of address space is a refusal in words before any worker writes, not an error in the middle of a hand-over."""
+
+    def no_room(fd: int, nbytes: int) -> Any:
+        raise segment.RoomError("the system has no memory or mappings left")
+
+    monkeypatch.setattr(segment, "map_shared", no_room)
+    before = memory.ACCOUNT.nbytes
+    answer = Ring(1 << 30).add_segment(AddSegment(4096, 2, 2, False))
+    assert isinstance(answer, SegmentRefused)
+    assert "no memory or mappings left" in answer.reason
+    assert memory.ACCOUNT.nbytes == before
+
+
+def test_forked_child_counts_no_ring_of_its_parent() -> None:
+    """The account of ring bytes begins anew in a fork: what the parent holds is not the child's."""
+    account = memory.RingAccount()
+    assert account.take(100, 2, least=2, limit=1000, own_nbytes=0, forced=False) == 2
+    account.reset()
+    assert account.nbytes == 0

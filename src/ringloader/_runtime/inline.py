@@ -106,13 +106,14 @@ class InlinePool:
         return msg.Ready(msg.PROTOCOL_VERSION, {"length": length, "fingerprint": "", "digests": {}})
 
     def _fill(self, fill: msg.Fill, segment: Segment | None) -> msg.FromWorker:
-        assert self._filler is not None
+        filler = self._filler  # a signal handler in the user's code may close the loader meanwhile
+        assert filler is not None
         slot = None
         if segment is not None and fill.capacity:
             slot = np.frombuffer(segment.mapping, np.uint8, fill.capacity, fill.offset)
         with self._as_worker():
-            answer = self._filler.fill(fill, slot)
-        self._filler.done(made=isinstance(answer, msg.Filled))
+            answer = filler.fill(fill, slot)
+        filler.done(made=isinstance(answer, msg.Filled))
         return answer
 
     def _as_worker(self) -> _AsWorker:

@@ -305,7 +305,7 @@ class Pump:
         if self.failure is not None:
             raise self.failure
         if self.thread is not None and not self.thread.is_alive() and not self.is_closed:
-            raise InternalError("the engine's thread has ended")
+            raise InternalError("the watching thread has ended")
 
     def run_jobs(self) -> None:
         """Start and kill processes, outside the lock; take the result in under it."""
