@@ -60,10 +60,15 @@ class EpochPlan:
             raise ConfigError(f"an epoch of {self.size} samples cannot start at {self.start}", size=self.size, start=self.start)
 
     def __len__(self) -> int:
+        return self.num_batches
+
+    @functools.cached_property
+    def num_batches(self) -> int:
+        """How many batches this rank makes of its samples."""
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
-    @property
+    @functools.cached_property
     def num_samples(self) -> int:
         """How many samples this rank takes, repeated ones included, those of a dropped last batch too."""
         return num_rank_samples(self.size - self.start, self.world_size, self.drop_last)
@@ -79,8 +84,8 @@ class EpochPlan:
         Row r has the position of the first plus r * world_size. A position may be `size` or more, where samples are repeated:
         no two samples of an epoch share one. Raises IndexError outside range(len(self)).
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"batch {index} of an epoch of {len(self)} batches")
+        if not 0 <= index < self.num_batches:
+            raise IndexError(f"batch {index} of an epoch of {self.num_batches} batches")
         first = index * self.batch_size
         stop = min(first + self.batch_size, self.num_samples)
         return self._keys(first, stop), self._position(first)

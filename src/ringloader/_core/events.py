@@ -6,12 +6,11 @@ Every command is idempotent: carried out twice, or carried out for an incarnatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ringloader._core.messages import Fill
+from ringloader._core.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Keys:
     """The keys of one batch as they travel: packed int64 or a coded list. `position` keys its random draws."""
 
@@ -20,7 +19,7 @@ class Keys:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Death:
     """How a worker ended, in facts. `returncode` None: the status could not be had. `serial` -1: no Fill was in progress."""
 
@@ -32,7 +31,7 @@ class Death:
     reason: str = ""  # why the process could not even be started
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerExited:
     """The process is gone and reaped, and all it had sent has been handled."""
 
@@ -41,7 +40,7 @@ class WorkerExited:
     death: Death
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerBroken:
     """A worker sent bytes that are no message, or one that makes no sense; `reason` in words."""
 
@@ -50,7 +49,7 @@ class WorkerBroken:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SegmentAdded:
     """The segment asked for exists."""
 
@@ -59,7 +58,7 @@ class SegmentAdded:
     num_slots: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SegmentRefused:
     """No room for even one slot. `reason` is a sentence with needed and free bytes; `configured`: the ring's own bound said
     no."""
@@ -69,7 +68,7 @@ class SegmentRefused:
     configured: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SlotReleased:
     """The last view of a lease is gone, or it was given back. `pending`: a copy from the slot may still run."""
 
@@ -78,7 +77,7 @@ class SlotReleased:
     pending: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SlotCompleted:
     """Every copy from a pending slot has ended."""
 
@@ -89,13 +88,13 @@ class SlotCompleted:
 Event = WorkerExited | WorkerBroken | SegmentAdded | SegmentRefused | SlotReleased | SlotCompleted
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartWorker:
     worker_id: int
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class KillWorker:
     """Kill at once; `dump` takes the Python stack first."""
 
@@ -104,7 +103,7 @@ class KillWorker:
     dump: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AbandonWorker:
     """Stop waiting for a process that cannot be reaped."""
 
@@ -112,14 +111,14 @@ class AbandonWorker:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SendFill:
     worker_id: int
     incarnation: int
     fill: Fill
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SendCancel:
     """Forget a Fill: `running` is the serial the worker is likely to be in, to be stopped between two samples (-1: none)."""
 
@@ -131,7 +130,7 @@ class SendCancel:
     running: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AddSegment:
     """Reserve up to `num_slots` slots of `slot_nbytes`, at least `least`. `forced`: above the ring's bound if need be."""
 
@@ -141,12 +140,12 @@ class AddSegment:
     forced: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DropSegment:
     segment_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Warn:
     """Tell the user, now, through the log."""
 
@@ -156,7 +155,7 @@ class Warn:
 Command = StartWorker | KillWorker | AbandonWorker | SendFill | SendCancel | AddSegment | DropSegment | Warn
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WorkerView:
     """What a worker's status page says: the Fill in progress (-1: none), its sample, when it began, and the stage in words."""
 

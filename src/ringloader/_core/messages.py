@@ -1,4 +1,4 @@
-"""One frozen dataclass per control message between the training process and a worker.
+"""One record per control message between the training process and a worker.
 
 Owns the vocabulary of the control pipe; `protocol.py` owns its bytes. A field's annotation is its exact wire type: int, str,
 bytes, list, dict or bool, nothing optional, so that a whole message is checked in one comparison. Absent bytes are `b""`, an
@@ -7,13 +7,13 @@ absent id is -1. Must not hold objects that only one side understands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ringloader._core.records import record
 
 PROTOCOL_VERSION = 1
 NO_SLOT = -1
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Setup:
     """First message to a worker: who it is and what it builds. Carries the status page, then the dataset's segment if any."""
 
@@ -24,7 +24,7 @@ class Setup:
     settings: dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ready:
     """The worker has built its dataset. `facts`: length (-1: none), fingerprint, digests."""
 
@@ -32,7 +32,7 @@ class Ready:
     facts: dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StartFailed:
     """The worker could not import or build the dataset; `stage` says which. The worker exits after this."""
 
@@ -43,7 +43,7 @@ class StartFailed:
     traceback: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fill:
     """Fetch `keys`, collate them into the slot. Carries one descriptor per entry of `attach` ([segment_id, nbytes]).
 
@@ -66,7 +66,7 @@ class Fill:
     attach: list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Cancel:
     """Forget a Fill: one not begun is answered with `Cancelled`, samples kept for want of room are dropped."""
 
@@ -75,21 +75,21 @@ class Cancel:
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DropSegment:
     """Unmap a segment; no later Fill names it."""
 
     segment_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stop:
     """Leave politely, after what is in progress."""
 
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Filled:
     """A batch lies in its slot. `layout` is the definition the first time this incarnation uses `layout_id`, else empty.
 
@@ -109,7 +109,7 @@ class Filled:
     collate_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NeedRoom:
     """The batch needs `nbytes`; its samples are kept until a larger slot or a `Cancel` comes (`kept`), or will be fetched
     again."""
@@ -120,7 +120,7 @@ class NeedRoom:
     kept: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Failed:
     """The batch could not be made. `kind` is "sample" (the dataset raised at `sample`), "collate" (the
     `collate_fn` did), "set_epoch" (the dataset's method did) or "layout" (samples disagree).
@@ -138,7 +138,7 @@ class Failed:
     facts: dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Cancelled:
     """The answer to a `Cancel` that came in time."""
 

@@ -29,6 +29,10 @@ class BatchState(enum.Enum):
     FAILED = "failed"
 
 
+# Python 3.11 takes 0.16 us to find a member in its class.
+_WAITING, _DONE = BatchState.WAITING, (BatchState.READY, BatchState.FAILED)
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Why a batch cannot be handed over: a worker's `Failed` (its kind), or deaths (kind "deaths")."""
@@ -107,7 +111,7 @@ class Session:
         """The batch to issue next: re-issues come before new ones, being older."""
         while self._waiting:
             batch = self.batches.get(self._waiting[0])
-            if batch is not None and batch.state is BatchState.WAITING:
+            if batch is not None and batch.state is _WAITING:
                 return batch
             heapq.heappop(self._waiting)
         return None
@@ -120,9 +124,12 @@ class Session:
     def ready(self, batch: Batch, filled: Filled) -> None:
         batch.state, batch.filled = BatchState.READY, filled
         batch.sticky_worker = -1
-        self._sizes.append(filled.nbytes)
-        # The largest but one: a single outlier must not have every later batch ask for a slot of its size.
-        self.slot_nbytes = sorted(self._sizes)[-2:][0]
+        sizes, nbytes = self._sizes, filled.nbytes
+        is_same = len(sizes) == _RECENT_BATCHES and sizes[0] == nbytes  # one leaves, its equal comes
+        sizes.append(nbytes)
+        if not is_same:
+            # The largest but one: a single outlier must not have every later batch ask for a slot of its size.
+            self.slot_nbytes = sorted(sizes)[-2:][0]
         self._completed(batch)
 
     def fail(self, batch: Batch, fault: Fault) -> None:
@@ -137,10 +144,10 @@ class Session:
         """The batch to hand over next, if it is ready or failed."""
         if self.in_order:
             batch = self.oldest()
-            return batch if batch is not None and batch.state in (BatchState.READY, BatchState.FAILED) else None
+            return batch if batch is not None and batch.state in _DONE else None
         while self._ready:
             batch = self.batches.get(self._ready[0])
-            if batch is not None and batch.state in (BatchState.READY, BatchState.FAILED):
+            if batch is not None and batch.state in _DONE:
                 return batch
             self._ready.pop(0)
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ringloader._core import messages as msg
 from ringloader._core import values
 from ringloader._core.events import Keys
 from ringloader._core.layout import Layout
+from ringloader._core.records import record
 from ringloader._core.session import unpack_keys
 from ringloader._runtime import status
 from ringloader._runtime.seeding import Seeder
@@ -33,7 +34,7 @@ _MAX_TEXT = 64 << 10
 _CUT = "\n... cut, {size:,} characters in all ...\n"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Kept:
     """A batch that waits for room."""
 

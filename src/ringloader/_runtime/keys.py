@@ -28,7 +28,7 @@ class PlannedKeys:
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
-        self._num_batches = len(plan)
+        self._num_batches = plan.num_batches
 
     def pull(self, batch_id: int) -> Keys | None:
         if batch_id >= self._num_batches:

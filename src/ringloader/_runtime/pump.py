@@ -75,7 +75,7 @@ class Pump:
         self._delivery = delivery
         self._has_news = False  # facts were taken in since the last change of state ended
         self._notes: deque[str] = deque()
-        self._history: deque[str] = deque(maxlen=_HISTORY)  # names of the last facts, for an InternalError
+        self._history: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)  # the last facts, for an InternalError
         self._growth: ev.AddSegment | None = None
         self._grown: ev.SegmentAdded | ev.SegmentRefused | None = None
 
@@ -181,7 +181,7 @@ class Pump:
             self.scheduler.dispatch(now_s)
             self._flush()
         except InternalError as error:
-            error.facts["events"] = list(self._history)
+            error.facts["events"] = [_in_words(*fact) for fact in self._history]
             raise
         self.is_dirty = False
         if self._has_news:
@@ -216,13 +216,13 @@ class Pump:
 
     def _tell(self, fact: Any, now_s: float) -> None:
         if type(fact) is not tuple:
-            self._history.append(repr(fact))
+            self._history.append((fact,))
             if isinstance(fact, ev.WorkerExited):
                 self._delivery.forget(fact.worker_id, fact.incarnation)
             self.scheduler.handle(fact, now_s)
             return
         worker_id, incarnation, message = fact
-        self._history.append(f"{type(message).__name__} of worker {worker_id}.{incarnation}")
+        self._history.append((type(message), worker_id, incarnation))
         if type(message) is msg.Filled:
             message = self._delivery.define(worker_id, incarnation, message)
             if message is None:
@@ -357,6 +357,10 @@ class Pump:
         """Forget a session. Held: the lock."""
         self.followers.pop(session_id, None)
         self.scheduler.close_session(session_id)
+
+
+def _in_words(fact: Any, *worker: int) -> str:
+    return f"{fact.__name__} of worker {worker[0]}.{worker[1]}" if worker else repr(fact)
 
 
 class Follower(weakref.ref):  # type: ignore[type-arg]

@@ -107,6 +107,11 @@ class LateImports:
         self._seeder.seed_module(module.__name__, module)
 
 
+# Generators to lend, which `Seeder` seeds before anybody draws: making one costs more than a small batch, saving and restoring
+# the user's state half of that. There is one per depth: a dataset may read another loader.
+_SPARE_GENERATORS: list[Any] = []
+
+
 class Undisturbed:
     """Puts the global generators of this process back as they were; for code that runs on the user's own thread."""
 
@@ -116,9 +121,9 @@ class Undisturbed:
         import numpy as np
 
         numpy_random: Any = np.random  # numpy itself loads it at first use, in the midst of a batch
-        # Lending another bit generator costs 3 us; saving and restoring the state costs 70.
         self._numpy = numpy_random.get_bit_generator()
-        numpy_random.set_bit_generator(numpy_random.MT19937(0))
+        self._lent = _SPARE_GENERATORS.pop() if _SPARE_GENERATORS else numpy_random.MT19937(0)
+        numpy_random.set_bit_generator(self._lent)
         torch = sys.modules.get("torch")
         if torch is not None:
             self._torch = torch.default_generator.get_state()
@@ -127,6 +132,7 @@ class Undisturbed:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         random.setstate(self._random)
         sys.modules["numpy.random"].set_bit_generator(self._numpy)
+        _SPARE_GENERATORS.append(self._lent)
         torch = sys.modules.get("torch")
         if self._torch is not None:
             torch.default_generator.set_state(self._torch)  # type: ignore[union-attr]
