@@ -387,7 +387,8 @@ class LoaderIterator(Iterator[Any]):
                 session.arrived = False
             raise
         finally:
-            self._inside.clear()
+            # A store, not `clear()`: signals are handled after calls, and from `arrived` on none may be.
+            self._inside = {}
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import random
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from ringloader import FactorySpec, Loader, LoaderError
+from ringloader.loader import LoaderIterator
 from tests.runtime.sample_datasets import Numbers
 
 _NUM_POINTS = 200
@@ -62,6 +64,15 @@ def test_p05_interrupt_in_the_pump_loses_and_repeats_nothing(num_workers: int, i
         engine.pump.step(None)
         engine.scheduler.check()
     assert num_interrupts > _NUM_POINTS // 2
+
+
+def test_p05_no_signal_is_handled_between_arrival_and_return() -> None:
+    """Signals are handled after calls and at backward jumps: neither comes after a batch is marked as arrived."""
+    code = list(dis.get_instructions(LoaderIterator.__next__))
+    start = next(i for i, one in enumerate(code) if one.opname == "STORE_ATTR" and one.argval == "arrived")
+    stop = next(i for i, one in enumerate(code) if i > start and one.opname == "RETURN_VALUE")
+    between = [one.opname for one in code[start + 1 : stop]]
+    assert not [name for name in between if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))], between
 
 
 class _Sampler:
