@@ -23,8 +23,10 @@ _LEVELS = {
     "datasets": 4,
     "samplers": 4,
     "_runtime": 5,
-    "loader": 6,
-    "__init__": 7,
+    "iterators": 6,
+    "leases": 6,
+    "loader": 7,
+    "__init__": 8,
 }
 _PURE_ALLOWED = {"numpy", "msgpack", "ringloader"}
 # What reaches outside a computation; the pure part gets facts and the time from its caller.

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from ringloader.factory import FactorySpec
-    from ringloader.loader import Loader, LoaderStats, release
+    from ringloader.leases import record_stream, release
+    from ringloader.loader import Loader, LoaderStats
     from ringloader.samplers import DistributedSampler, RandomSampler, SequentialSampler
 
 __version__ = "0.1.0"
@@ -51,7 +52,8 @@ _MODULES = {
     "collation": ("default_collate",),
     "datasets": ("Dataset",),
     "factory": ("FactorySpec",),
-    "loader": ("Loader", "LoaderStats", "release"),
+    "leases": ("record_stream", "release"),
+    "loader": ("Loader", "LoaderStats"),
     "samplers": ("DistributedSampler", "RandomSampler", "SequentialSampler"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
@@ -79,6 +81,7 @@ __all__ = [
     "WorkerInfo",
     "default_collate",
     "get_worker_info",
+    "record_stream",
     "release",
 ]
 

@@ -1,8 +1,7 @@
 """`Loader`: the iterator and context manager that users see.
 
 Owns the options and the epoch counter; everything else is the engine's. An engine does not know its loader, so that dropping
-the last reference to a loader ends its workers. Samplers run here, on the thread inside `iter` and `next`: the k-th `next`
-has pulled the sampler up to k + prefetch_factor x num_workers batches, a function of k alone.
+the last reference to a loader ends its workers. Samplers run on the thread inside `iter` and `next` (iterators.py).
 """
 
 from __future__ import annotations
@@ -11,31 +10,28 @@ import dataclasses
 import logging
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from ringloader._core.batching import EpochPlan
-from ringloader._core.events import Keys
-from ringloader._core.layout import Layout, Placement
 from ringloader._core.policy import FaultPolicy
-from ringloader._core.session import Session
-from ringloader._runtime import lifetime, options, sources
+from ringloader._runtime import cuda, lifetime, options, sources, wrapping
 from ringloader._runtime.engine import Engine
 from ringloader._runtime.inline import InlinePool
 from ringloader._runtime.keys import KeySource, PlannedKeys, SampledKeys, num_sampled
 from ringloader._runtime.pool import ProcessPool
+from ringloader._runtime.ring import Ring
 from ringloader._runtime.worker_info import WorkerInfo
 from ringloader._specs import main_module
-from ringloader.errors import ClosedError, ConfigError, LoaderError
+from ringloader.errors import ClosedError, ConfigError
 from ringloader.factory import FactorySpec
+from ringloader.iterators import DeviceIterator, LoaderIterator
 from ringloader.samplers import resolve_rank
 
-__all__ = ["Loader", "LoaderStats", "release"]
+__all__ = ["Loader", "LoaderStats"]
 
 logger = logging.getLogger("ringloader")
 
@@ -46,7 +42,8 @@ class LoaderStats:
 
     wait_s: time `next` spent, all told. copied_nbytes: bytes that were copied to make batches; equal to the batches' own bytes
     unless a custom `collate_fn` made them first. num_refilled: batches made again after a death or for want of room. num_stale:
-    late answers that were dropped.
+    late answers that were dropped. pinned_nbytes: page-locked bytes of the ring. copy_s: time of copies to `device`,
+    measured there.
     """
 
     num_batches: int = 0
@@ -60,6 +57,8 @@ class LoaderStats:
     num_slots: int = 0
     num_segments: int = 0
     ring_nbytes: int = 0
+    pinned_nbytes: int = 0
+    copy_s: float = 0.0
     worker_pids: tuple[int, ...] = ()
 
 
@@ -89,7 +88,8 @@ class Loader:
         drop_last: bool | None = False,
         prefetch_factor: int | None = None,
         persistent_workers: bool | None = True,
-        pin_memory: bool | None = False,
+        pin_memory: bool | str | None = None,
+        device: Any = None,
         timeout: float | None = None,
         faults: FaultPolicy | None = None,
         in_order: bool | None = True,
@@ -108,13 +108,11 @@ class Loader:
         sources.check_dataset(dataset)
         self.dataset = dataset
         self._rank, self._world_size = resolve_rank(self._options.rank, self._options.world_size)
-        self._wrap = _wrapper(self._options.output)
         self._make_backend: Callable[[int], Any]
         self._drop_payload: weakref.finalize[..., Any] | None = None
         self._length = -1
         self._prepare()
-        if self._options.pin_memory:
-            _warn_unpinned()
+        self._pin = self._check_cuda()
         self._epoch = 0
         self._engine: Engine | None = None
         # Re-entrant, and code of C: a signal handler on this thread may use the loader.
@@ -122,7 +120,8 @@ class Loader:
         self._num_opening = 0  # threads between `iter` and their session
         self._is_closed = False
         self._past = LoaderStats()  # of engines that are gone (persistent_workers=False)
-        self._wait_s = 0.0
+        self._wait_s = self._copy_s = 0.0
+        self._copies: deque[cuda.Copy] = deque()  # to the device, whose time is not known yet
         self._num_batches = 0
         self._skipped: list[object] = []
         self._say_sharding()
@@ -146,7 +145,8 @@ class Loader:
         finally:
             with self._engine_lock:
                 self._num_opening -= 1
-        return LoaderIterator(self, engine, session, source)
+        kind = LoaderIterator if self._cuda_device is None else DeviceIterator
+        return kind(self, engine, session, source)
 
     def __len__(self) -> int:
         """Batches per epoch on this rank. Raises TypeError when a sampler has no length."""
@@ -184,6 +184,7 @@ class Loader:
         self._is_closed = True
         if self._engine is not None:
             self._engine.close()
+        lifetime.sweep()
         if self._drop_payload is not None:
             self._drop_payload()
 
@@ -198,10 +199,11 @@ class Loader:
 
     def stats(self) -> LoaderStats:
         """What has happened so far."""
-        past = dataclasses.replace(self._past, num_batches=self._num_batches, wait_s=self._wait_s)
+        self._count_copies()
+        past = dataclasses.replace(self._past, num_batches=self._num_batches, wait_s=self._wait_s, copy_s=self._copy_s)
         engine = self._engine
         if engine is None:
-            return dataclasses.replace(past, num_slots=0, num_segments=0, ring_nbytes=0, worker_pids=())
+            return dataclasses.replace(past, num_slots=0, num_segments=0, ring_nbytes=0, pinned_nbytes=0, worker_pids=())
         scheduler = engine.scheduler
         return dataclasses.replace(
             past,
@@ -214,6 +216,7 @@ class Loader:
             num_slots=len(scheduler.slots.by_id),
             num_segments=len(engine.ring.segments),
             ring_nbytes=engine.ring.nbytes,
+            pinned_nbytes=engine.ring.pins.nbytes,
             worker_pids=() if self._is_closed else tuple(engine.pids()),
         )
 
@@ -259,16 +262,55 @@ class Loader:
             self._drop_payload.atexit = False
         self._make_backend = lambda wake_fd: ProcessPool(settings, wake_fd)
 
+    @property
+    def _cuda_device(self) -> str | None:
+        """The device that batches are copied to, None for none."""
+        return None if self._options.device in (None, "cpu") else self._options.device
+
+    def _check_cuda(self) -> str:
+        """How to page-lock the ring ("off", "try" or "require"). Raises ConfigError for a device that is not there."""
+        opts = self._options
+        if opts.output == "torch":
+            import ringloader._collate.tensors  # noqa: F401  # brings in torch, which tells what devices there are
+        num_devices = cuda.CUDA.num_devices() if opts.pin_memory or self._cuda_device is not None else 0
+        options.check_device(self._cuda_device, num_devices)
+        if not opts.pin_memory or num_devices:
+            return {False: "off", True: "try", "require": "require"}[opts.pin_memory]
+        if opts.pin_memory == "require":
+            raise ConfigError(
+                "pin_memory='require', but torch sees no CUDA device; use pin_memory=True to go on without",
+                option="pin_memory",
+                value="require",
+            )
+        _warn_unpinned()
+        return "off"
+
     def _running(self) -> Engine:
         """The engine, started."""
         with self._engine_lock:
             if self._engine is None:
-                engine = Engine(self._options.policy, self._make_backend, self._options.max_ring_bytes, self._wrap)
+                ring = Ring(self._options.max_ring_bytes, cuda.CUDA, self._pin)
+                is_pinned = self._pin != "off"
+                wrap = wrapping.choose(self._options.output, self._cuda_device, pinned=is_pinned, cuda=cuda.CUDA)
+                engine = Engine(self._options.policy, self._make_backend, ring, wrap)
                 engine.belong_to(self)
                 self._engine = engine
             engine = self._engine
         engine.start()
         return engine
+
+    def _note_copy(self, copy: cuda.Copy) -> None:
+        """Count the time of a copy once it is over."""
+        self._copies.append(copy)
+        self._count_copies()
+
+    def _count_copies(self) -> None:
+        while self._copies and not cuda.CUDA.is_capturing():
+            seconds = self._copies[0].seconds()
+            if seconds is None:
+                return
+            self._copies.popleft()
+            self._copy_s += seconds
 
     def _ended(self, engine: Engine) -> None:
         """An epoch is over: workers that are not to be kept go."""
@@ -330,148 +372,6 @@ class Loader:
             raise ClosedError("the loader was closed; make a new one")
 
 
-class LoaderIterator(Iterator[Any]):
-    """One epoch of a loader."""
-
-    def __init__(self, loader: Loader, engine: Engine, session: Session, source: KeySource) -> None:
-        self._loader = loader
-        self._engine = engine
-        self._session = session
-        self._source = source
-        self._num_ahead = max(1, loader._options.num_workers) * loader._options.prefetch_factor
-        if engine.backend.is_inline:
-            self._num_ahead = 0  # nothing is made ahead on the caller's own time
-        self._pulled: list[tuple[int, Keys]] = []
-        self._is_pulled = False  # the sampler has no more
-        self._is_over = False
-        self._num_noted = 0  # of the session's skipped keys
-        self._inside: dict[str, int] = {}  # the thread that is inside `next`
-        engine.follow(self, session)
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        """Return the next batch. Raises SampleError, LayoutError or WorkerError in place of one that cannot be made; the
-        iterator can go on after them."""
-        began_s = time.perf_counter()
-        if self._is_over:
-            raise StopIteration
-        session, is_taken = self._session, False
-        me = threading.get_ident()
-        # One step of C code: two threads cannot both find nobody, and an interrupt leaves this thread as it was or inside.
-        if self._inside.setdefault("thread", me) != me:
-            raise LoaderError(
-                "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
-            )
-        try:
-            batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
-            self._loader._num_batches += 1
-            self._loader._wait_s += time.perf_counter() - began_s
-            if len(session.skipped) > self._num_noted:
-                self._note_skipped()
-            # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes
-            # after.
-            is_taken = True
-            session.arrived = True
-            return batch
-        except (StopIteration, LoaderError) as ended:
-            session.arrived = True
-            if isinstance(ended, StopIteration):
-                self._end()
-            elif isinstance(ended, ClosedError):
-                lifetime.stay_if_exiting()
-            raise
-        except BaseException:
-            if is_taken:
-                session.arrived = False
-            raise
-        finally:
-            # A store, not `clear()`: signals are handled after calls, and from `arrived` on none may be.
-            self._inside = {}
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def _pull(self) -> list[tuple[int, Keys]]:
-        """Pull the sampler up to what this call is due; return what the session has not got yet."""
-        session, pulled = self._session, self._pulled
-        num_delivered = session.num_delivered + (session.in_hand is not None and session.arrived)
-        target = num_delivered + 1 + self._num_ahead
-        while pulled and pulled[0][0] < session.num_submitted:
-            pulled.pop(0)
-        while not self._is_pulled and (batch_id := session.num_submitted + len(pulled)) < target:
-            try:
-                keys = self._source.pull(batch_id)
-            except LoaderError:
-                if pulled or session.batches or not session.arrived:
-                    break  # what came before the error is delivered before it
-                raise
-            if keys is None:
-                self._is_pulled = True
-            else:
-                pulled.append((batch_id, keys))
-        return pulled
-
-    def _note_skipped(self) -> None:
-        """Tell the loader of each skipped key once, while the epoch runs: it may be abandoned."""
-        keys = self._session.skipped[self._num_noted :]
-        self._num_noted += len(keys)
-        self._loader._skipped += [key for key in keys if key not in self._loader._skipped]
-
-    def _end(self) -> None:
-        self._is_over = True
-        self._note_skipped()
-        self._engine.close_session(self._session)
-        self._loader._ended(self._engine)
-
-
-def release(batch: Any) -> None:
-    """Give the batch's slot back now, before its last view is gone; the batch must not be read any more.
-
-    Harmless on anything that is no batch of ours, and any number of times.
-    """
-    for leaf in _leaves(batch):
-        address = _address(leaf)
-        if address is not None and any(engine.release(leaf, address) for engine in list(lifetime.ENGINES)):
-            return
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (str, bytes)):
-        return
-    if isinstance(value, dict):
-        for child in value.values():
-            yield from _leaves(child)
-    elif isinstance(value, (list, tuple)):
-        for child in value:
-            yield from _leaves(child)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name, None))
-    else:
-        yield value
-
-
-def _address(leaf: Any) -> int | None:
-    """Where a leaf's memory begins, for leaves of the kinds we hand out."""
-    if isinstance(leaf, np.ndarray):
-        return int(leaf.ctypes.data)
-    storage = getattr(leaf, "untyped_storage", None)
-    try:
-        return None if storage is None else int(storage().data_ptr())
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None  # a tensor without memory of its own is none of ours
-
-
-def _wrapper(output: str) -> Callable[[Layout, Placement, bytes, np.ndarray[Any, Any]], tuple[Any, list[Any]]]:
-    if output == "numpy":
-        from ringloader._collate.wrap import wrap_numpy as wrap
-    else:
-        from ringloader._collate.tensors import wrap
-    return lambda layout, placement, inline, root: wrap(layout, placement, inline, root, True)
-
-
 def _refuse_unguarded_main() -> None:
     if main_module.loading_main:
         raise ConfigError(
@@ -486,7 +386,7 @@ def _warn_unpinned() -> None:
     global _warned_unpinned
     if not _warned_unpinned:
         _warned_unpinned = True
-        logger.warning("pin_memory=True: this version does not page-lock memory; batches are delivered unpinned")
+        logger.warning("pin_memory=True, but torch sees no CUDA device; batches are delivered unpinned")
 
 
 _warned_unpinned = False

@@ -322,7 +322,7 @@ class Simulation:
         known = set(self.core.slots.segments)
         for segment_id in [one for one in self.segments if one not in known]:
             del self.segments[segment_id]
-        self.act(lambda: self.core.recover(alive, set(self.segments), self.now_s))
+        self.act(lambda: self.core.recover(alive, set(), set(self.segments), self.now_s))
 
 
 class SimConsumer:

@@ -87,7 +87,7 @@ def test_rebuild_keeps_leases_and_frees_the_rest_under_new_generations() -> None
     assert filling is not None
     slots.apply(leased, SlotEvent.FILLED)
     generation = filling.generation
-    slots.rebuild({(leased.slot_id, leased.generation)}, {0})
+    slots.rebuild({(leased.slot_id, leased.generation)}, set(), {0})
     assert leased.state is SlotState.LEASED
     assert filling.state is SlotState.FREE
     assert filling.generation > generation

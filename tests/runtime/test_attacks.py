@@ -18,7 +18,7 @@ import pytest
 import ringloader
 from ringloader import FactoryError, FactorySpec, FaultPolicy, Loader, LoaderError, SampleError
 from ringloader._core.events import AddSegment, SegmentRefused
-from ringloader._runtime import memory, segment
+from ringloader._runtime import cuda, memory, segment
 from ringloader._runtime.pump import Pump
 from ringloader._runtime.ring import Ring
 from tests.runtime.sample_datasets import Numbers, first_time
@@ -251,7 +251,7 @@ def test_segment_that_cannot_be_mapped_is_refused_with_its_memory_given_back(mon
 
     monkeypatch.setattr(segment, "map_shared", no_room)
     before = memory.ACCOUNT.nbytes
-    answer = Ring(1 << 30).add_segment(AddSegment(4096, 2, 2, False))
+    answer = Ring(1 << 30, cuda.CUDA).add_segment(AddSegment(4096, 2, 2, False))
     assert isinstance(answer, SegmentRefused)
     assert "no memory or mappings left" in answer.reason
     assert memory.ACCOUNT.nbytes == before

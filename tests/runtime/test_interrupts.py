@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ringloader import FactorySpec, Loader, LoaderError
-from ringloader.loader import LoaderIterator
+from ringloader.iterators import LoaderIterator
 from tests.runtime.sample_datasets import Numbers
 
 _NUM_POINTS = 200

@@ -6,9 +6,10 @@ torch's own judgement, or in a training process with `output="torch"`. Must not 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,36 @@ _LARGE_ROW_NBYTES = 16 * 1024
 _ON_HOST = "return CPU tensors; move them in the training loop"
 
 
-def wrap(layout: Layout, placement: Placement, inline: bytes, root: np.ndarray, copy_out: bool) -> tuple[Any, list[Any]]:
+def wrap(
+    layout: Layout,
+    placement: Placement,
+    inline: bytes,
+    root: np.ndarray,
+    copy_out: bool,
+    copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[Any, list[Any]]:
     """Rebuild a batch over `root`, the slot as a 1-D uint8 array, with tensors as leaves.
 
     Returns the batch and those of its leaves that lie in `root`. Each has a storage of its own size. With `copy_out`, small
-    leaves beside a far larger one get memory of their own.
+    leaves beside a far larger one get memory of their own, made by `copy` if that is given.
     """
     plan = plan_of(layout, placement, "torch", _make_tensor)
-    return wrap_with(plan, layout, inline, root, copy_out)
+    if copy is None:
+        return wrap_with(plan, inline, root, copy_out)
+    return wrap_with(plan, inline, root, copy_out, lambda array, leaf: _copied(array, leaf, copy))
+
+
+def wrap_copied(
+    layout: Layout, placement: Placement, inline: bytes, root: np.ndarray, copy: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Any, list[Any]]:
+    """Rebuild a batch of what `copy` makes of each tensor over `root`; no leaf lies in `root`, and arrays are copied here."""
+    plan = plan_of(layout, placement, "torch", _make_tensor)
+    plan = dataclasses.replace(plan, make=lambda array, leaf: _copied(array, leaf, copy))
+    return wrap_with(plan, inline, root, copy_out=False)[0], []
+
+
+def _copied(array: np.ndarray, leaf: LeafPlan, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return array.copy() if leaf.kind == "array" else copy(_make_tensor(array, leaf))
 
 
 def _make_tensor(array: np.ndarray, leaf: LeafPlan) -> Any:

@@ -57,7 +57,7 @@ def wrap_numpy(layout: Layout, placement: Placement, inline: bytes, root: np.nda
     Returns the batch and those of its leaves that lie in `root`. Raises TypeError for a dtype that numpy lacks.
     """
     plan = plan_of(layout, placement, "numpy", _make_array)
-    return wrap_with(plan, layout, inline, root, copy_out)
+    return wrap_with(plan, inline, root, copy_out)
 
 
 def _make_array(array: np.ndarray, leaf: LeafPlan) -> Any:
@@ -95,10 +95,13 @@ def _derive(layout: Layout, placement: Placement, make: Make) -> Plan:
     return Plan(leaves, make, build, not any_empty, any_small)
 
 
-def wrap_with(plan: Plan, layout: Layout, inline: bytes, root: np.ndarray, copy_out: bool) -> tuple[Any, list[Any]]:
-    """Make the leaves and the tree around them."""
+def wrap_with(
+    plan: Plan, inline: bytes, root: np.ndarray, copy_out: bool, make_copy: Make | None = None
+) -> tuple[Any, list[Any]]:
+    """Make the leaves and the tree around them; `make_copy`, if given, makes the small ones that are copied out."""
     decoded = values.decode(inline) if inline else ()
     make, ndarray = plan.make, np.ndarray
+    make_copy = make_copy or _make_copy(make)
     if plan.all_stay and not (copy_out and plan.any_small):
         kept = [make(ndarray(leaf.shape, leaf.dtype, root, leaf.offset), leaf) for leaf in plan.leaves]
         return plan.build(kept, decoded), kept
@@ -107,11 +110,15 @@ def wrap_with(plan: Plan, layout: Layout, inline: bytes, root: np.ndarray, copy_
         if leaf.is_empty:
             leaves.append(make(np.empty(leaf.shape, leaf.dtype), leaf))
         elif copy_out and leaf.is_small:
-            leaves.append(make(ndarray(leaf.shape, leaf.dtype, root, leaf.offset).copy(), leaf))
+            leaves.append(make_copy(ndarray(leaf.shape, leaf.dtype, root, leaf.offset), leaf))
         else:
             leaves.append(make(ndarray(leaf.shape, leaf.dtype, root, leaf.offset), leaf))
             kept.append(leaves[-1])
     return plan.build(leaves, decoded), kept
+
+
+def _make_copy(make: Make) -> Make:
+    return lambda array, leaf: make(array.copy(), leaf)
 
 
 def _builder(node: Node) -> Build:

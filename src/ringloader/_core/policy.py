@@ -54,12 +54,16 @@ class FaultPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PoolPolicy:
-    """The checked options a pool runs by; `num_workers` at least 1 (inline counts as one)."""
+    """The checked options a pool runs by; `num_workers` at least 1 (inline counts as one).
+
+    num_copied: slots that copies to a device may be reading at any time.
+    """
 
     num_workers: int
     prefetch_factor: int
     timeout_s: float | None = None
     faults: FaultPolicy = field(default_factory=FaultPolicy)
+    num_copied: int = 0
 
     @property
     def num_in_flight(self) -> int:

@@ -23,19 +23,19 @@ LEAST_SLOTS = 2
 class Room:
     """The slots of a ring, and the one request for more that may be under way."""
 
-    def __init__(self, outbox: deque[ev.Command], num_in_flight: int) -> None:
+    def __init__(self, outbox: deque[ev.Command], num_used: int) -> None:
         self.slots = Slots()
         self.refusal: ev.SegmentRefused | None = None
         self.num_revoked = 0
         self._outbox = outbox
-        self._num_wanted = num_in_flight + LEAST_SLOTS
+        self._num_wanted = num_used + LEAST_SLOTS
         self._growing = False
         self._asked_nbytes = 0  # what the segment asked for last has to hold
 
-    def restart(self, leased: set[tuple[int, int]], segment_ids: set[int]) -> None:
-        """Start again from the leases alive and the segments that exist."""
+    def restart(self, leased: set[tuple[int, int]], copied: set[tuple[int, int]], segment_ids: set[int]) -> None:
+        """Start again from the leases alive, the copies that may still run and the segments that exist."""
         self._growing, self.refusal = False, None
-        self.slots.rebuild(leased, segment_ids)
+        self.slots.rebuild(leased, copied, segment_ids)
 
     def added(self, event: ev.SegmentAdded) -> None:
         """The segment asked for is there."""

@@ -38,7 +38,7 @@ class Scheduler:
         self.policy = policy
         self.sessions: dict[int, Session] = {}
         self.outbox: deque[ev.Command] = deque()
-        self.room = Room(self.outbox, policy.num_in_flight)
+        self.room = Room(self.outbox, policy.num_in_flight + policy.num_copied)
         self.slots = self.room.slots
         self.supervision = Supervision(policy, self.sessions, self.room, self.outbox)
         self.workers = self.supervision.workers
@@ -139,10 +139,11 @@ class Scheduler:
         """Ask for room once more: others may have given some back."""
         self.room.refusal = None
 
-    def recover(self, leased: set[tuple[int, int]], segment_ids: set[int], now_s: float) -> None:
-        """Start again after an interrupt in mid-decision. All workers are dead and reaped; `leased` are the leases alive."""
+    def recover(self, leased: set[tuple[int, int]], copied: set[tuple[int, int]], segment_ids: set[int], now_s: float) -> None:
+        """Start again after an interrupt in mid-decision. All workers are dead and reaped; `leased` are the leases alive,
+        `copied` those that have ended while copies may still run."""
         self.outbox.clear()
-        self.room.restart(leased, segment_ids)
+        self.room.restart(leased, copied, segment_ids)
         for session in self.sessions.values():
             session.restart()
         for worker in self.workers.all:
@@ -175,7 +176,12 @@ class Scheduler:
     @property
     def wants_room(self) -> bool:
         """A batch waits for a slot, and the ring may not grow."""
-        return self.room.refusal is not None and any(session.oldest_waiting() is not None for session in self.sessions.values())
+        return self.room.refusal is not None and self.has_waiting
+
+    @property
+    def has_waiting(self) -> bool:
+        """A batch was not issued yet."""
+        return any(session.oldest_waiting() is not None for session in self.sessions.values())
 
     def is_starved(self, session: Session) -> bool:
         """The session's oldest missing batch gets no slot before the user lets one go or the ring may grow."""

@@ -8,7 +8,6 @@ Runs under the pump's lock, so it must not wait.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from ringloader._core.session import Batch, Session
 from ringloader._runtime import reports
 from ringloader._runtime.filler import MAX_LAYOUTS
 from ringloader._runtime.ring import Ring
+from ringloader._runtime.wrapping import Wrap
 
 # Layouts and placements remembered. A worker forgets its oldest beyond MAX_LAYOUTS; here there are more, so that none it still
 # names is missing.
@@ -28,8 +28,6 @@ _MAX_KNOWN = 4 * MAX_LAYOUTS
 # Leaves of all placements remembered: trees of thousands of leaves whose shapes vary must not fill the memory.
 _MAX_PLANNED = 1 << 14
 _EMPTY = np.empty(0, np.uint8)
-
-Wrap = Callable[[Layout, Placement, bytes, "np.ndarray[Any, Any]"], tuple[Any, list[Any]]]
 
 
 class Delivery:
@@ -63,7 +61,7 @@ class Delivery:
                 self._scheduler.room.released(SlotReleased(slot.slot_id, slot.generation))
             return reports.rebuild_error(batch, error)
         if slot is not None:
-            self._ring.lend(slot, root, leaves)
+            self._ring.lend(slot, root, leaves, self._wrap.streams)
         self._scheduler.hand_over(session, batch)
         self.copied_nbytes += filled.copied_nbytes
         self.num_samples += filled.num_samples

@@ -21,12 +21,13 @@ from ringloader._core.policy import PoolPolicy
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Session
 from ringloader._runtime import lifetime, reports
-from ringloader._runtime.delivery import Delivery, Wrap
+from ringloader._runtime.delivery import Delivery
 from ringloader._runtime.pool import STOP_S
 from ringloader._runtime.pump import Follower, Pump, Ready
 from ringloader._runtime.ring import Ring
 from ringloader._runtime.watch import Watch
-from ringloader.errors import ClosedError, FactoryError
+from ringloader._runtime.wrapping import Wrap
+from ringloader.errors import ClosedError, ConfigError, FactoryError
 
 logger = logging.getLogger("ringloader")
 
@@ -41,11 +42,11 @@ _JOIN_S = 10.0
 class Engine:
     """Runs one loader's workers and ring for any number of sessions."""
 
-    def __init__(self, policy: PoolPolicy, make_backend: Callable[[int], Any], ring_limit: int, wrap: Wrap) -> None:
+    def __init__(self, policy: PoolPolicy, make_backend: Callable[[int], Any], ring: Ring, wrap: Wrap) -> None:
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.backend = make_backend(wake_fd)
         self.scheduler = Scheduler(policy)
-        self.ring = Ring(ring_limit, debug=os.environ.get("RINGLOADER_DEBUG") == "1")
+        self.ring = ring
         self.delivery = Delivery(self.scheduler, self.ring, wrap, is_inline=self.backend.is_inline)
         self.pump = Pump(self.scheduler, self.backend, self.ring, self.delivery, wake_fd)
         self.owner_pid = os.getpid()
@@ -101,12 +102,10 @@ class Engine:
         Raises StopIteration at the end, or the error that takes a batch's place. Batches handed in twice change nothing.
         """
         self._check_usable()
+        lifetime.sweep()
 
         def ask() -> Any:
-            session.settle()
-            for batch_id, keys in batches:
-                self.scheduler.submit(session.session_id, batch_id, keys)
-            session.ended = session.ended or ended
+            self._submit(session, batches, ended=ended)
             return self._take(session)
 
         got = self._until(ask, session)
@@ -117,6 +116,34 @@ class Engine:
                 # Or the error, its traceback and this frame hold each other, and with them the caller's last batch.
                 del got
         return got[0]
+
+    def try_next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> Any:
+        """Hand in what the sampler gave; return the next batch as a 1-tuple if it can be had at once, else None."""
+        self._check_usable()
+
+        def ask() -> Any:
+            self._submit(session, batches, ended=ended)
+            batch = session.head()
+            # What went wrong is told when its batch is due.
+            return None if batch is None or batch.fault is not None else self._take(session)
+
+        self._settle_ring()
+        got = self.pump.step(None, ask)
+        return got if isinstance(got, tuple) else None
+
+    def _submit(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> None:
+        """Under the lock."""
+        session.settle()
+        for batch_id, keys in batches:
+            self.scheduler.submit(session.session_id, batch_id, keys)
+        session.ended = session.ended or ended
+
+    def record_stream(self, leaf: Any, address: int, stream: Any) -> bool:
+        """Have the slot that handed out this very leaf wait for a stream, too; False when there is none."""
+        lease = None if self._is_foreign else self.ring.find_lease(address, leaf)
+        if lease is not None:
+            lease.streams = (*lease.streams, stream)
+        return lease is not None
 
     def release(self, leaf: Any, address: int) -> bool:
         """Give back the slot that handed out this very leaf; False when there is none."""
@@ -143,11 +170,15 @@ class Engine:
         ready: Ready | None = None
         began_s = quiet_s = time.monotonic()
         while True:
+            self._settle_ring()
             got = self.pump.step(ready, ask)
             if got:
                 if session is not None:
                     session.awaited = False
                 return got
+            if self.ring.is_unsettled():
+                ready = []
+                continue
             now_s = time.monotonic()
             if session is not None:
                 session.awaited = True
@@ -158,12 +189,22 @@ class Engine:
                 self._say_waiting(session, now_s - began_s)
             ready = self.pump.wait(quiet_s + _QUIET_S - now_s)
 
+    def _settle_ring(self) -> None:
+        try:
+            self.ring.settle()
+        except ConfigError:
+            self.close()  # page-locking is required: nothing stays registered or reserved
+            lifetime.sweep()
+            raise
+
     def _take(self, session: Session) -> Any:
         """Under the lock: the session's next batch as a 1-tuple, an exception, or None when it must be waited for."""
         if self.scheduler.supervision.mismatch is not None:
             return self._hopeless(session)
         batch = session.head()
         if batch is not None:
+            if self.ring.is_unsettled():
+                return None  # this batch may lie in the segment that came meanwhile
             return self.delivery.deliver(session, batch)
         if session.finished():
             return StopIteration()
@@ -196,6 +237,8 @@ class Engine:
             return
         if self.ring.ended:
             return
+        if self.ring.fences.is_waiting and (waited_s < _FULL_WAIT_S or not self.ring.fences.is_postponed()):
+            return  # copies end by themselves, but while a graph is captured nobody can see them do
         with self.pump.lock:
             is_starved = self.scheduler.is_starved(session)
             error = reports.full_error(self.scheduler, session, self.ring.holders(), self.ring.limit) if is_starved else None
@@ -267,6 +310,8 @@ class Engine:
         self.backend.stop(stop_s)
         with pump.lock:
             self.ring.close()
+            if self.ring.retired:
+                lifetime.LINGERING.append(self.ring)
             self.backend.close()
             wake_fd, pump.wake_fd = pump.wake_fd, -1
             os.close(wake_fd)

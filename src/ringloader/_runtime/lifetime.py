@@ -1,7 +1,8 @@
 """What happens to engines when the process forks or ends.
 
-Owns the list of engines that live. At interpreter exit their threads are stopped and their workers ended before modules go;
-in a forked child they are marked foreign, since their locks, sockets and processes are the parent's.
+Owns the list of engines that live, and of rings that outlive theirs because page-locked memory of them is still in use. At
+interpreter exit threads are stopped, workers ended and registrations undone before modules go; in a forked child engines are
+marked foreign, since their locks, sockets and processes are the parent's.
 """
 
 from __future__ import annotations
@@ -27,8 +28,20 @@ class Closable(Protocol):
 
     def release(self, leaf: Any, address: int) -> bool: ...
 
+    def record_stream(self, leaf: Any, address: int, stream: Any) -> bool: ...
+
+
+class Lingering(Protocol):
+    """What this module needs of a ring."""
+
+    def linger(self) -> bool: ...
+
+    def leave(self) -> None: ...
+
 
 ENGINES: weakref.WeakSet[Closable] = weakref.WeakSet()
+LINGERING: list[Lingering] = []  # rings that are closed and hold registrations
+_sweeping = threading.Lock()
 _hook_is_registered = False
 _is_exiting = False
 
@@ -52,6 +65,18 @@ def stay_if_exiting() -> None:
         threading.Event().wait()
 
 
+def sweep() -> None:
+    """Undo the registrations of closed rings that nobody uses any more. Only on a thread that may call CUDA."""
+    if not LINGERING or not _sweeping.acquire(blocking=False):
+        return
+    try:
+        for ring in list(LINGERING):
+            if not ring.linger():
+                LINGERING.remove(ring)
+    finally:
+        _sweeping.release()
+
+
 def _close_all() -> None:
     global _is_exiting
     _is_exiting = True
@@ -68,10 +93,17 @@ def _close_all() -> None:
             engine.close(_EXIT_STOP_S)  # no more threads to be had
     for closer in started:
         closer.join()
+    for ring in LINGERING:
+        ring.leave()  # here, not in a closer: the main thread's device is the user's
+    LINGERING.clear()
 
 
 def _disown_all() -> None:
+    global _sweeping
+    _sweeping = threading.Lock()
+    LINGERING.clear()
     memory.ACCOUNT.reset()
+    memory.PINNED.reset()
     for engine in list(ENGINES):
         engine.disown()
 

@@ -15,6 +15,7 @@ from ringloader._core.units import in_words
 _MARGIN_NBYTES = 256 << 20
 _MARGIN_SHARE = 20
 _DEFAULT_SHARE = 4
+_PINNED_SHARE = 2
 
 
 def available_nbytes() -> int:
@@ -29,11 +30,14 @@ def margin_nbytes(available: int) -> int:
 
 def default_ring_nbytes() -> int:
     """A quarter of the memory available, shared among the ranks of this node (`LOCAL_WORLD_SIZE`)."""
+    return available_nbytes() // _DEFAULT_SHARE // _num_local_ranks()
+
+
+def _num_local_ranks() -> int:
     try:
-        num_local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
-        num_local = 1
-    return available_nbytes() // _DEFAULT_SHARE // num_local
+        return 1
 
 
 def _free_nbytes() -> int:
@@ -123,6 +127,41 @@ class RingAccount:
 
 
 ACCOUNT = RingAccount()
+
+
+class PinnedAccount:
+    """Page-locked bytes of all rings of this process, at most half of the memory there would be without rings.
+
+    The kernel can neither move nor swap them: a machine with too many freezes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> str | None:
+        """Take room, or return in words why there is none."""
+        limit = (available_nbytes() + ACCOUNT.nbytes) // _PINNED_SHARE // _num_local_ranks()
+        with self._lock:
+            if self.nbytes + nbytes > limit:
+                return (
+                    f"{in_words(nbytes)} more would be page-locked, {in_words(self.nbytes)} are already, and at most "
+                    f"{in_words(limit)} may be (half of the memory available, over the ranks of this machine)"
+                )
+            self.nbytes += nbytes
+            return None
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes -= nbytes
+
+    def reset(self) -> None:
+        """In a forked child, where nothing is page-locked."""
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+
+PINNED = PinnedAccount()
 
 
 def bound_sentence(slot_nbytes: int, least: int, limit: int) -> str:

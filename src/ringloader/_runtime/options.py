@@ -7,6 +7,7 @@ names the option, its value and the remedy. Must not look at the dataset.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ logger = logging.getLogger("ringloader")
 BACKENDS = ("auto", "process", "thread")
 OUTPUTS = ("torch", "numpy")
 SEED_UNITS = ("batch", "sample")
+# Slots that copies to a device may still be reading while the next batches are made.
+_NUM_COPIED = 2
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ class Options:
     drop_last: bool
     prefetch_factor: int
     persistent_workers: bool
-    pin_memory: bool
+    pin_memory: bool | str
+    device: str | None
     timeout: float | None
     faults: FaultPolicy
     in_order: bool
@@ -51,7 +56,8 @@ class Options:
 
     @property
     def policy(self) -> PoolPolicy:
-        return PoolPolicy(max(1, self.num_workers), self.prefetch_factor, self.timeout, self.faults)
+        num_copied = _NUM_COPIED if self.pin_memory or self.device not in (None, "cpu") else 0
+        return PoolPolicy(max(1, self.num_workers), self.prefetch_factor, self.timeout, self.faults, num_copied)
 
 
 def check(given: dict[str, Any]) -> Options:
@@ -63,7 +69,7 @@ def check(given: dict[str, Any]) -> Options:
     _fill_in(options, "prefetch_factor", 2)
     check_count("prefetch_factor", options["prefetch_factor"], least=1)
     _fill_in(options, "persistent_workers", True)
-    for name in ("shuffle", "drop_last", "persistent_workers", "pin_memory", "in_order"):
+    for name in ("shuffle", "drop_last", "persistent_workers", "in_order"):
         _fill_in(options, name, name == "in_order")
         if not isinstance(options[name], bool):
             raise ConfigError(f"{name} is {options[name]!r}; give True or False", option=name, value=options[name])
@@ -73,7 +79,9 @@ def check(given: dict[str, Any]) -> Options:
     _check_time_and_faults(options)
     _check_seed(options)
     _check_ranks(options)
-    _check_memory(options)
+    _check_device_and_pinning(options)
+    _fill_in(options, "max_ring_bytes", memory.default_ring_nbytes())
+    check_count("max_ring_bytes", options["max_ring_bytes"], least=1)
     for name in ("collate_fn", "worker_init_fn"):
         value = options[name]
         if value is not None and not callable(value) and not isinstance(value, str) and not hasattr(value, "build"):
@@ -165,13 +173,32 @@ def _check_ranks(options: dict[str, Any]) -> None:
         )
 
 
-def _check_memory(options: dict[str, Any]) -> None:
-    if options["max_ring_bytes"] is None:
-        options["max_ring_bytes"] = memory.default_ring_nbytes()
-    check_count("max_ring_bytes", options["max_ring_bytes"], least=1)
-    if options["pin_memory"] and options["output"] == "numpy":
-        raise ConfigError(
-            "pin_memory=True needs tensors; output='numpy' makes arrays, so leave pin_memory out",
-            option="pin_memory",
-            value=True,
-        )
+def _check_device_and_pinning(options: dict[str, Any]) -> None:
+    device, pin = options["device"], options["pin_memory"]
+    if device is not None:
+        options["device"] = str(device)
+        if not _DEVICE.fullmatch(options["device"]):
+            raise ConfigError(f"device is {device!r}; give 'cpu', 'cuda', 'cuda:N' or None", option="device", value=device)
+    on_cuda = options["device"] not in (None, "cpu")
+    # A copy out of memory that is not page-locked holds up the whole thread.
+    _fill_in(options, "pin_memory", on_cuda)
+    if options["pin_memory"] not in (False, True, "require") or type(options["pin_memory"]) is int:
+        raise ConfigError(f"pin_memory is {pin!r}; give True, False or 'require'", option="pin_memory", value=pin)
+    if options["output"] == "numpy":
+        for name, is_set in (("pin_memory", options["pin_memory"] is not False and pin is not None), ("device", on_cuda)):
+            if is_set:
+                raise ConfigError(
+                    f"{name}={options[name]!r} needs tensors; output='numpy' makes arrays, so leave {name} out",
+                    option=name,
+                    value=options[name],
+                )
+
+
+def check_device(device: str | None, num_devices: int) -> None:
+    """Raise ConfigError for a CUDA device that is not among `num_devices`."""
+    if device is None:
+        return
+    index = int(device.partition(":")[2] or 0)
+    if index >= num_devices:
+        seen = f"torch sees {num_devices} CUDA device{'s' * (num_devices != 1)}"
+        raise ConfigError(f"device is {device!r}, but {seen}; use 'cpu' or None", option="device", value=device)

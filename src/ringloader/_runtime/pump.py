@@ -38,8 +38,9 @@ from ringloader.errors import InternalError, LoaderError
 
 logger = logging.getLogger("ringloader")
 
-# How often to look for released slots while a batch waits for one.
+# How often to look for released slots while a batch waits for one, and for the end of copies: neither can be waited for.
 _ROOM_LOOK_S = 0.02
+_COPY_LOOK_S = 0.001
 _REPAIR_LOOK_S = 1.0
 # How long past its time a leader is still counted on. Two at once do no harm: facts are taken in under the lock.
 _OVERDUE_S = 1.0
@@ -122,6 +123,8 @@ class Pump:
 
     def _bounded(self, timeout_s: float | None) -> float | None:
         """How long the leader may sleep: not past the next look, and not at all when something waits here already."""
+        if timeout_s != 0.0 and self.ring.fences.is_waiting and self.scheduler.has_waiting:
+            timeout_s = _COPY_LOOK_S if timeout_s is None else min(timeout_s, _COPY_LOOK_S)
         if self.backend.is_inline:
             return timeout_s  # it works rather than waits, and 0 would have it put off its work
         if self.ring.ended or self.abandoned or self.is_dirty or self.is_closed:
@@ -197,8 +200,12 @@ class Pump:
             self._has_news = True
             self._tell(fact, now_s)
         if self.ring.ended:
-            for key in self.ring.drain():
-                self.release(key)
+            self._end_leases()
+        if self.ring.fences.is_waiting and threading.current_thread() is not self.thread:
+            for key in self.ring.fences.advance():
+                scheduler.handle(ev.SlotCompleted(*key), now_s)
+                self._mark_free(key)
+                self._has_news = True
         while self.abandoned:
             self.drop_session(self.abandoned[0].session_id)
             self.abandoned.popleft()
@@ -231,11 +238,19 @@ class Pump:
                 return
         self.scheduler.receive(worker_id, incarnation, message, now_s)
 
-    def release(self, key: tuple[int, int]) -> None:
-        """A lease has ended. Held: the lock."""
-        slot_id, generation = key
-        self.scheduler.handle(ev.SlotReleased(slot_id, generation), time.monotonic())
-        slot = self.scheduler.slots.by_id.get(slot_id)
+    def _end_leases(self) -> None:
+        ring = self.ring
+        while ring.ended:
+            lease = ring.ended[0]
+            is_pending = ring.fences.needs(lease)
+            if is_pending:
+                ring.fences.add(lease)
+            self.scheduler.handle(ev.SlotReleased(*lease.key, is_pending), time.monotonic())
+            self._mark_free(lease.key)
+            ring.forget(lease)
+
+    def _mark_free(self, key: tuple[int, int]) -> None:
+        slot = self.scheduler.slots.by_id.get(key[0])
         if slot is not None and slot.state is SlotState.FREE:
             self.ring.mark_free(slot)
 
@@ -276,7 +291,12 @@ class Pump:
     def repair(self) -> None:
         """An exception broke into a change of state: start again from facts. Held: the lock."""
         self.backend.kill_all()
-        self.ring.drain()
+        alive = self.ring.alive()
+        while self.ring.ended:
+            lease = self.ring.ended[0]
+            if self.ring.fences.needs(lease):
+                self.ring.fences.add(lease)
+            self.ring.forget(lease)
         self.jobs.clear()
         self._delivery.forget_all()
         self._growth = None
@@ -288,7 +308,7 @@ class Pump:
             self.ring.drop_segment(segment_id)
         self.num_recoveries += 1
         now_s = time.monotonic()
-        self.scheduler.recover(self.ring.alive(), set(self.ring.segments), now_s)
+        self.scheduler.recover(alive, set(self.ring.fences.leases()), set(self.ring.segments), now_s)
         self.scheduler.dispatch(now_s)
         self._flush()
         self.is_dirty = False

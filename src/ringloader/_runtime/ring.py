@@ -4,13 +4,18 @@ Owns the segments of one loader and every lease on them. A lease ends when the l
 Python tells through a weak reference to the slot's root array. Its callback may run on any thread, in the middle of anything,
 so it is the append of a deque and nothing else: code of C, which neither a signal nor another thread can break into. (A
 callback written in Python lost the release, and the KeyboardInterrupt with it, when Ctrl-C fell inside.) Closing a ring never
-invalidates a view: each root keeps its segment mapped. Must not know sessions.
+invalidates a view: each root keeps its segment mapped. A page-locked segment that is dropped is retired: it stays mapped until
+`sweep`, on a thread that may call CUDA, finds that nobody reads it any more and undoes the registration. Must not know
+sessions.
 """
 
 from __future__ import annotations
 
+import os
+import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,33 +23,51 @@ import numpy as np
 from ringloader._core.events import AddSegment, SegmentAdded, SegmentRefused
 from ringloader._core.slots import Slot
 from ringloader._runtime import memory
+from ringloader._runtime.cuda import Cuda, Stream
+from ringloader._runtime.fences import Fences, Key
+from ringloader._runtime.pinning import Pins
 from ringloader._runtime.segment import RoomError, Segment
 from ringloader.errors import InternalError
 
 # What RINGLOADER_DEBUG=1 fills a free slot with: a batch read after its release shows it.
 MARKER = 0xAB
+# How long the end of the interpreter waits for copies before it leaves a registration to the end of the process.
+_EXIT_WAIT_S = 1.0
+_EXIT_LOOK_S = 0.001
 
 
 class Lease(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference to a slot's root array; knows the slot, its generation and the leaves that were handed out."""
+    """Weak reference to a slot's root array; knows the slot, its generation and the leaves that were handed out.
 
-    __slots__ = ("generation", "leaves", "nbytes", "slot_id")
+    `key`: (slot id, generation). `streams`: what copies out of the slot may be queued on, as far as is known.
+    """
 
-    slot_id: int
-    generation: int
+    __slots__ = ("key", "leaves", "nbytes", "segment_id", "streams")
+
+    key: Key
+    segment_id: int
     nbytes: int
     leaves: list[weakref.ref[Any]]
+    streams: tuple[Stream, ...]
 
 
 class Ring:
-    """Segments of slots with their leases; `limit` bounds the bytes of all rings of this process."""
+    """Segments of slots with their leases; `limit` bounds the bytes of all rings of this process.
 
-    def __init__(self, limit: int, *, debug: bool = False) -> None:
+    `pin`: whether they are page-locked, see `Pins`.
+    """
+
+    def __init__(self, limit: int, cuda: Cuda, pin: str = "off") -> None:
         self.limit = limit
-        self.ended: deque[Lease] = deque()  # leases that are over, until `drain`
+        self.cuda = cuda
+        self.pins = Pins(cuda, pin)
+        self.fences = Fences(cuda)
+        self.ended: deque[Lease] = deque()  # leases that are over, until `forget`
         self.segments: dict[int, Segment] = {}
-        self.leases: dict[tuple[int, int], Lease] = {}
-        self._debug = debug
+        self.leases: dict[Key, Lease] = {}
+        self.retired: dict[int, Segment] = {}
+        self._num_slots: dict[int, int] = {}
+        self._debug = os.environ.get("RINGLOADER_DEBUG") == "1"
         self._next_segment_id = 0
 
     @property
@@ -74,15 +97,79 @@ class Ring:
                 memory.ACCOUNT.give_back(size * num_slots)
                 raise
         segment_id, self._next_segment_id = self._next_segment_id, self._next_segment_id + 1
+        self._num_slots[segment_id] = num_slots
         self.segments[segment_id] = segment
         return SegmentAdded(segment_id, size, num_slots)
 
     def drop_segment(self, segment_id: int) -> None:
         """Give a segment back; a second time changes nothing."""
-        segment = self.segments.pop(segment_id, None)
+        segment = self.segments.get(segment_id)
+        if segment is None:
+            return
+        self.retired[segment_id] = segment
+        del self.segments[segment_id]
+        if not self.pins.holds(segment_id):
+            self.pins.forget(segment_id)
+            self._unmap(segment_id)
+
+    def _unmap(self, segment_id: int) -> None:
+        """Let go of a retired segment. Its memory goes with its last view."""
+        segment = self.retired.pop(segment_id, None)
         if segment is not None:
+            self._num_slots.pop(segment_id, None)
             memory.ACCOUNT.give_back(segment.nbytes)
             segment.close()
+
+    def settle(self) -> None:
+        """Page-lock what is new and undo what is retired. Only on a thread that may call CUDA, outside the pump's lock."""
+        self.pins.settle(self.segments, self._count)
+        if self.retired:
+            self.sweep()
+
+    def is_unsettled(self) -> bool:
+        """A segment is yet to be page-locked, and that can be done."""
+        if not self.pins.is_on or all(map(self.pins.is_settled, list(self.segments))):
+            return False
+        return not self.pins.is_mine() and not self.cuda.is_capturing()
+
+    def _count(self, segment_ids: Iterable[int]) -> int:
+        return sum(self._num_slots.get(segment_id, 0) for segment_id in list(segment_ids))
+
+    def sweep(self) -> None:
+        """Unregister and unmap the retired segments that nobody reads any more. Only on a thread that may call CUDA."""
+        if self.pins.is_mine() or self.cuda.is_capturing():
+            return
+        with self.pins.lock:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        busy = {lease.segment_id for lease in [*self.leases.values(), *self.fences.leases().values()]}
+        for segment_id, segment in list(self.retired.items()):
+            if segment_id not in busy:
+                self.pins.unregister(segment_id, segment)
+                self._unmap(segment_id)
+
+    def linger(self) -> bool:
+        """After the ring was closed: look at what has come free since; True while something is left to wait for."""
+        while self.ended:
+            lease = self.ended[0]
+            if self.fences.needs(lease):
+                self.fences.add(lease)
+            self.forget(lease)
+        self.fences.advance()
+        self.sweep()
+        return bool(self.retired)
+
+    def leave(self) -> None:
+        """The interpreter ends: wait a little for copies, then undo every registration that no copy needs."""
+        deadline_s = time.monotonic() + _EXIT_WAIT_S
+        for lease in list(self.leases.values()):
+            self.fences.add(lease)  # still held, but by nobody who will copy any more
+        while self.fences.is_waiting and not self.cuda.is_capturing() and time.monotonic() < deadline_s:
+            self.fences.advance()
+            time.sleep(_EXIT_LOOK_S)
+        self.leases.clear()
+        self.sweep()
 
     def root(self, slot: Slot, nbytes: int) -> np.ndarray[Any, Any]:
         """Return the first `nbytes` of a slot as a new uint8 array: the one object that all views of this lease keep alive."""
@@ -92,29 +179,25 @@ class Ring:
             raise InternalError("the root of a lease must not be a view of an array")
         return root
 
-    def lend(self, slot: Slot, root: np.ndarray[Any, Any], leaves: list[Any]) -> None:
-        """Note that views of `root` are about to reach the user."""
+    def lend(self, slot: Slot, root: np.ndarray[Any, Any], leaves: list[Any], streams: tuple[Stream, ...] = ()) -> None:
+        """Note that views of `root` are about to reach the user, or that `streams` are about to read it."""
         lease = Lease(root, self.ended.append)
-        lease.slot_id, lease.generation, lease.nbytes = slot.slot_id, slot.generation, root.nbytes
+        lease.key, lease.segment_id, lease.nbytes = (slot.slot_id, slot.generation), slot.segment_id, root.nbytes
         lease.leaves = [weakref.ref(leaf) for leaf in leaves]
-        self.leases[slot.slot_id, slot.generation] = lease
+        lease.streams = streams or (tuple(self.cuda.streams()) if self.cuda.is_active() else ())
+        self.leases[lease.key] = lease
 
-    def drain(self) -> list[tuple[int, int]]:
-        """Return the (slot id, generation) of every lease that has ended since."""
-        keys: list[tuple[int, int]] = []
-        while self.ended:
-            lease = self.ended.popleft()
-            key = (lease.slot_id, lease.generation)
-            self.leases.pop(key, None)
-            keys.append(key)
-        return keys
+    def forget(self, lease: Lease) -> None:
+        """What the end of a lease leads to has been done: the first of `ended` goes."""
+        self.leases.pop(lease.key, None)
+        self.ended.popleft()
 
     def mark_free(self, slot: Slot) -> None:
         """In debug mode, make reading a batch after its release visible."""
         if self._debug and slot.segment_id in self.segments:
             np.frombuffer(self.segments[slot.segment_id].mapping, np.uint8, slot.capacity, slot.offset)[:] = MARKER
 
-    def alive(self) -> set[tuple[int, int]]:
+    def alive(self) -> set[Key]:
         """The leases whose memory somebody can still see."""
         return {key for key, lease in self.leases.items() if lease() is not None}
 
@@ -138,7 +221,7 @@ class Ring:
         return None
 
     def close(self) -> None:
-        """Give every segment back. Leases that are alive keep their mapping and end in silence."""
+        """Give every segment back. Leases that are alive keep their mapping; page-locked segments wait for `linger`."""
         for segment_id in list(self.segments):
             self.drop_segment(segment_id)
 

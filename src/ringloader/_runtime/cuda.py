@@ -1,0 +1,256 @@
+"""Every call into CUDA, behind one interface.
+
+Owns the translation of torch's CUDA calls and of the runtime's error codes. All of it is for the consumer's thread alone, on
+the device that is current there: a call from another thread would make a context on device 0, or break a graph that is being
+captured. Only `is_active` may be called anywhere: it reads a flag of torch's. torch is never imported from here; where nobody
+has imported it, there is no CUDA. Tests put a fake behind the same interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+# What the runtime calls them (driver_types.h): the ones that tell of page-locking, and of nothing else.
+_ERROR_NAMES = {
+    1: "cudaErrorInvalidValue",
+    2: "cudaErrorMemoryAllocation",
+    304: "cudaErrorOperatingSystem",
+    712: "cudaErrorHostMemoryAlreadyRegistered",
+    713: "cudaErrorHostMemoryNotRegistered",
+    801: "cudaErrorNotSupported",
+}
+_ALREADY_REGISTERED = 712
+# Portable: page-locked for every device of the process, not only for the one that is current.
+_HOST_REGISTER_PORTABLE = 1
+
+Stream = Any
+Event = Any
+Tensor = Any
+
+
+class CudaError(Exception):
+    """A call of the runtime failed; the text is the error's name and number."""
+
+
+class Copy(Protocol):
+    """A batch on its way to a device."""
+
+    def arrive(self) -> None:
+        """Have the stream that is current now wait for the copy, and the memory outlive what that stream does with it."""
+
+    def seconds(self) -> float | None:
+        """How long the copy took on the device, to be asked until it answers once; None while it runs."""
+
+
+class Copier(Protocol):
+    """Copies batches to one device on a stream of its own."""
+
+    stream: Stream
+
+    def start(self, build: Callable[[Callable[[Tensor], Tensor]], Any]) -> tuple[Any, Copy]:
+        """Call `build` with a function that copies one tensor; return what it gives, and its copy."""
+
+
+class Cuda(Protocol):
+    """What the ring needs of CUDA."""
+
+    def num_devices(self) -> int:
+        """How many devices there are. Makes no context."""
+
+    def is_active(self) -> bool:
+        """This process uses CUDA already. For any thread."""
+
+    def is_capturing(self) -> bool:
+        """The current stream is recording a graph, into which nothing of ours may come."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Page-lock a mapping in place. Raises CudaError, after which no error lingers in the runtime."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; an error is of no use to anybody any more."""
+
+    def streams(self) -> list[Stream]:
+        """The stream that is current on each device with a context."""
+
+    def identity(self, stream: Stream) -> Hashable:
+        """What tells one stream from another."""
+
+    def record(self, stream: Stream) -> Event:
+        """Mark the present end of a stream, with an event that `recycle` gave back if there is one."""
+
+    def is_complete(self, event: Event) -> bool:
+        """Everything before the mark is done."""
+
+    def recycle(self, event: Event) -> None:
+        """Keep an event for the next `record`."""
+
+    def pinned_copy(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor into page-locked memory of torch's own; into ordinary memory while a graph is captured."""
+
+    def copier(self, device: str) -> Copier:
+        """Return what copies to a device, which must be there."""
+
+
+class TorchCuda:
+    """CUDA as torch gives it."""
+
+    def __init__(self) -> None:
+        self._contexts: set[int] = set()  # devices known to have one: it stays
+        self._events: dict[Any, list[Event]] = {}  # by device; an event belongs to the device that first recorded it
+
+    def num_devices(self) -> int:
+        torch = sys.modules.get("torch")
+        return int(torch.cuda.device_count()) if torch is not None and torch.cuda.is_available() else 0
+
+    def is_active(self) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and bool(torch.cuda.is_initialized())
+
+    def is_capturing(self) -> bool:
+        return self.is_active() and bool(_torch().cuda.is_current_stream_capturing())
+
+    def register(self, address: int, nbytes: int) -> None:
+        code = int(_torch().cuda.cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
+        if code and code != _ALREADY_REGISTERED:  # an interrupt may have come between a first call and the note of it
+            self._consume_error()
+            raise CudaError(f"{_ERROR_NAMES.get(code, 'CUDA error')} ({code})")
+
+    def unregister(self, address: int) -> None:
+        try:
+            code = int(_torch().cuda.cudart().cudaHostUnregister(address))
+        except RuntimeError:
+            return
+        if code:
+            self._consume_error()
+
+    def _consume_error(self) -> None:
+        """Take the error out of the runtime, or the user's next kernel launch would be told of it."""
+        try:
+            # torch loads the runtime's library for everybody; where it did not, a launch of our own takes the blame.
+            ctypes.CDLL(None).cudaGetLastError()
+            return
+        except (AttributeError, OSError):
+            pass
+        try:
+            _torch().empty(1, device="cuda").fill_(0)
+        except RuntimeError:
+            pass
+
+    def streams(self) -> list[Stream]:
+        cuda = _torch().cuda
+        has_context = getattr(_torch()._C, "_cuda_hasPrimaryContext", None)
+        if has_context is None:
+            return [cuda.current_stream()]
+        # Not the current device as such: a mark on its stream would make a context there.
+        for device in range(cuda.device_count()):
+            if device not in self._contexts and has_context(device):
+                self._contexts.add(device)
+        return [cuda.current_stream(device) for device in self._contexts]
+
+    def identity(self, stream: Stream) -> Hashable:
+        return (stream.device, stream.cuda_stream)
+
+    def record(self, stream: Stream) -> Event:
+        pool = self._events.get(stream.device)
+        event = pool.pop() if pool else _torch().cuda.Event()
+        try:
+            event.record(stream)
+        except RuntimeError:
+            # The user destroyed the stream, and what it was doing may still run; or the context is broken.
+            self._wait_for(stream.device)
+            return None
+        return (stream.device, event)
+
+    def _wait_for(self, device: Any) -> None:
+        try:
+            _torch().cuda.synchronize(device)
+        except RuntimeError:
+            pass  # broken: nothing is copied any more, and the user hears of it by their own next call
+
+    def is_complete(self, event: Event) -> bool:
+        if event is None:
+            return True
+        try:
+            return bool(event[1].query())
+        except RuntimeError:
+            return True  # the context is broken
+
+    def recycle(self, event: Event) -> None:
+        if event is not None:
+            self._events.setdefault(event[0], []).append(event[1])
+
+    def pinned_copy(self, tensor: Tensor) -> Tensor:
+        if self.is_capturing():
+            return tensor.clone()
+        return _torch().empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+    def copier(self, device: str) -> Copier:
+        return TorchCopier(device)
+
+
+class TorchCopier:
+    """Copies to one device of torch's."""
+
+    def __init__(self, device: str) -> None:
+        self._torch = _torch()
+        self._device = self._torch.device(device)
+        if self._device.index is None:
+            self._device = self._torch.device("cuda", self._torch.cuda.current_device())
+        self.stream = self._torch.cuda.Stream(self._device)
+        self._spare: list[tuple[Event, Event]] = []
+
+    def start(self, build: Callable[[Callable[[Tensor], Tensor]], Any]) -> tuple[Any, Copy]:
+        tensors: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            tensors.append(tensor.to(self._device, non_blocking=True))
+            return tensors[-1]
+
+        with self._torch.cuda.stream(self.stream):
+            began, ended = self._spare.pop() if self._spare else self._events()
+            began.record(self.stream)
+            value = build(copy)
+            ended.record(self.stream)
+        return value, _TorchCopy(self, tensors, began, ended)
+
+    def _events(self) -> tuple[Event, Event]:
+        return self._torch.cuda.Event(enable_timing=True), self._torch.cuda.Event(enable_timing=True)
+
+    def current_stream(self) -> Stream:
+        return self._torch.cuda.current_stream(self._device)
+
+    def recycle(self, began: Event, ended: Event) -> None:
+        self._spare.append((began, ended))
+
+
+class _TorchCopy:
+    """The copy of one batch."""
+
+    def __init__(self, copier: TorchCopier, tensors: list[Tensor], began: Event, ended: Event) -> None:
+        self._copier, self._tensors = copier, tensors
+        self._began, self._ended = began, ended
+
+    def arrive(self) -> None:
+        stream = self._copier.current_stream()
+        stream.wait_event(self._ended)
+        for tensor in self._tensors:
+            # The memory is of our stream: freed while the user's stream still reads it, it would be ours to write again.
+            tensor.record_stream(stream)
+        self._tensors = []
+
+    def seconds(self) -> float | None:
+        if not self._ended.query():
+            return None
+        milliseconds: float = self._began.elapsed_time(self._ended)
+        self._copier.recycle(self._began, self._ended)
+        return milliseconds / 1e3
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]
+
+
+CUDA: Cuda = TorchCuda()

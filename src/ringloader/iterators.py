@@ -1,0 +1,203 @@
+"""What `iter(loader)` gives: one epoch, batch after batch, on the host or on a device.
+
+Owns how far the sampler is pulled, and the last step of a hand-over: from the moment a batch counts as arrived until `next`
+returns nothing is called, so that no signal can come between. Must not change a loader but for its counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from ringloader._core.events import Keys
+from ringloader._core.session import Session
+from ringloader._runtime import lifetime
+from ringloader._runtime.cuda import Copy
+from ringloader._runtime.engine import Engine
+from ringloader._runtime.keys import KeySource
+from ringloader._runtime.options import Options
+from ringloader._runtime.wrapping import Arriving
+from ringloader.errors import ClosedError, LoaderError
+
+__all__ = ["DeviceIterator", "LoaderIterator"]
+
+
+class Owner(Protocol):
+    """What an iterator needs of its loader."""
+
+    _options: Options
+    _num_batches: int
+    _wait_s: float
+    _skipped: list[object]
+
+    def __len__(self) -> int: ...
+
+    def _note_copy(self, copy: Copy) -> None: ...
+
+    def _ended(self, engine: Engine) -> None: ...
+
+
+class LoaderIterator(Iterator[Any]):
+    """One epoch of a loader.
+
+    `keeps`: what arrives stays in `_ahead` until a subclass passes it on, whatever breaks in between.
+    """
+
+    keeps = False
+
+    def __init__(self, loader: Owner, engine: Engine, session: Session, source: KeySource) -> None:
+        self._loader = loader
+        self._engine = engine
+        self._session = session
+        self._source = source
+        self._num_ahead = max(1, loader._options.num_workers) * loader._options.prefetch_factor
+        if engine.backend.is_inline:
+            self._num_ahead = 0  # nothing is made ahead on the caller's own time
+        self._pulled: list[tuple[int, Keys]] = []
+        self._is_pulled = False  # the sampler has no more
+        self._is_over = False
+        self._num_noted = 0  # of the session's skipped keys
+        self._inside: dict[str, int] = {}  # the thread that is inside `next`
+        self._ahead: Any = None
+        engine.follow(self, session)
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch. Raises SampleError, LayoutError or WorkerError in place of one that cannot be made; the
+        iterator can go on after them."""
+        began_s = time.perf_counter()
+        if self._is_over:
+            raise StopIteration
+        session, is_taken = self._session, False
+        me = threading.get_ident()
+        # One step of C code: two threads cannot both find nobody, and an interrupt leaves this thread as it was or inside.
+        if self._inside.setdefault("thread", me) != me:
+            raise LoaderError(
+                "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
+            )
+        try:
+            batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
+            self._loader._num_batches += 1
+            self._loader._wait_s += time.perf_counter() - began_s
+            if len(session.skipped) > self._num_noted:
+                self._note_skipped()
+            # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes
+            # after.
+            is_taken = True
+            if self.keeps:
+                self._ahead = batch
+            session.arrived = True
+            return batch
+        except (StopIteration, LoaderError) as ended:
+            session.arrived = True
+            if isinstance(ended, StopIteration):
+                self._end()
+            elif isinstance(ended, ClosedError):
+                lifetime.stay_if_exiting()
+            raise
+        except BaseException:
+            if is_taken:
+                session.arrived = False
+            raise
+        finally:
+            # A store, not `clear()`: signals are handled after calls, and from `arrived` on none may be.
+            self._inside = {}
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def _pull(self) -> list[tuple[int, Keys]]:
+        """Pull the sampler up to what this call is due; return what the session has not got yet."""
+        session, pulled = self._session, self._pulled
+        num_delivered = session.num_delivered + (session.in_hand is not None and session.arrived)
+        target = num_delivered - self._num_kept() + 1 + self._num_ahead
+        while pulled and pulled[0][0] < session.num_submitted:
+            pulled.pop(0)
+        while not self._is_pulled and (batch_id := session.num_submitted + len(pulled)) < target:
+            try:
+                keys = self._source.pull(batch_id)
+            except LoaderError:
+                if pulled or session.batches or not session.arrived:
+                    break  # what came before the error is delivered before it
+                raise
+            if keys is None:
+                self._is_pulled = True
+            else:
+                pulled.append((batch_id, keys))
+        return pulled
+
+    def _num_kept(self) -> int:
+        """Batches that have arrived here and not yet gone on to the user."""
+        return 0
+
+    def _note_skipped(self) -> None:
+        """Tell the loader of each skipped key once, while the epoch runs: it may be abandoned."""
+        keys = self._session.skipped[self._num_noted :]
+        self._num_noted += len(keys)
+        self._loader._skipped += [key for key in keys if key not in self._loader._skipped]
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._note_skipped()
+        self._engine.close_session(self._session)
+        self._loader._ended(self._engine)
+
+
+class DeviceIterator(LoaderIterator):
+    """One epoch of a loader with a `device`: batches are copied there, one ahead of the user if it is ready in time.
+
+    At most two batches of ours are on the device: the one that is handed over and the one ahead.
+    """
+
+    keeps = True
+
+    def __init__(self, loader: Owner, engine: Engine, session: Session, source: KeySource) -> None:
+        super().__init__(loader, engine, session, source)
+        self._current: Arriving | None = None
+        self._using: dict[str, int] = {}  # the thread that is inside `next`
+
+    def __next__(self) -> Any:
+        """Return the next batch, which the stream that is current now waits for. Raises as on the host."""
+        me = threading.get_ident()
+        if self._using.setdefault("thread", me) != me:
+            raise LoaderError(
+                "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
+            )
+        try:
+            if self._engine.ring.cuda.is_capturing():
+                raise LoaderError("a batch cannot be copied to the device while a graph is captured; call next before or after")
+            if self._current is None and self._ahead is None:
+                super().__next__()
+            if self._current is None:
+                self._current, self._ahead = self._ahead, None
+            if self._ahead is None:
+                self._look_ahead()
+            current = self._current
+            current.copy.arrive()
+            self._loader._note_copy(current.copy)
+            value = current.value
+            # From here to the return nothing is called: an interrupt comes before, and the batch is still there, or after.
+            self._current = None
+            return value
+        finally:
+            self._using = {}
+
+    def _look_ahead(self) -> None:
+        """Start the copy of the following batch, if it is ready."""
+        if self._is_over:
+            return
+        try:
+            got = self._engine.try_next_batch(self._session, self._pull(), ended=self._is_pulled)
+        except LoaderError:
+            return  # told by the next call, if it lasts: there is a batch to hand over first
+        if got is not None:
+            self._loader._num_batches += 1
+            self._ahead = got[0]
+            self._session.arrived = True
+
+    def _num_kept(self) -> int:
+        return (self._current is not None) + (self._ahead is not None)
