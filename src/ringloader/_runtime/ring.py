@@ -4,9 +4,9 @@ Owns the segments of one loader and every lease on them. A lease ends when the l
 Python tells through a weak reference to the slot's root array. Its callback may run on any thread, in the middle of anything,
 so it is the append of a deque and nothing else: code of C, which neither a signal nor another thread can break into. (A
 callback written in Python lost the release, and the KeyboardInterrupt with it, when Ctrl-C fell inside.) Closing a ring never
-invalidates a view: each root keeps its segment mapped. A page-locked segment that is dropped is retired: it stays mapped until
-`sweep`, on a thread that may call CUDA, finds that nobody reads it any more and undoes the registration. Must not know
-sessions.
+invalidates a view: each root keeps its segment mapped. A segment that is dropped while it is page-locked, or while a device may
+read it, is retired: it stays mapped until `sweep`, on a thread that may call CUDA, finds that nobody reads it any more and
+undoes the registration. Must not know sessions.
 """
 
 from __future__ import annotations
@@ -108,9 +108,14 @@ class Ring:
             return
         self.retired[segment_id] = segment
         del self.segments[segment_id]
-        if not self.pins.holds(segment_id):
+        if not self.pins.holds(segment_id) and segment_id not in self._copied_segments():
             self.pins.forget(segment_id)
             self._unmap(segment_id)
+
+    def _copied_segments(self) -> set[int]:
+        """Segments that a device may be reading, or may yet be asked to: a ring is closed while batches are held."""
+        leases = [*self.leases.values(), *self.fences.leases().values()]
+        return {lease.segment_id for lease in leases if self.fences.needs(lease)}
 
     def _unmap(self, segment_id: int) -> None:
         """Let go of a retired segment. Its memory goes with its last view."""
@@ -210,7 +215,9 @@ class Ring:
             held = [leaf for leaf in (ref() for ref in lease.leaves) if leaf is not None]
             what = " + ".join(_describe(leaf) for leaf in held[:4]) or "a view"
             counts[what] = counts.get(what, 0) + 1
-        return [f"{count} by {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1])]
+        found = [f"{count} by {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1])]
+        num_copied = len(self.fences.leases())
+        return [*found, f"{num_copied} by copies to a device that are not known to be over"] if num_copied else found
 
     def find_lease(self, address: int, leaf: object) -> Lease | None:
         """Return the lease that handed out this very leaf, whose memory begins at `address`."""
