@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from ringloader import ConfigError, FactorySpec, Loader, RingFullError, record_stream, release
 from ringloader._core.slots import SlotState
 from ringloader._runtime import cuda, lifetime, memory
+from ringloader._runtime.ring import Ring
+from tests.runtime.conftest import wait_until
 from tests.runtime.fake_cuda import FakeCuda, FakeStream, is_mapped
 from tests.runtime.sample_datasets import Numbers
 
@@ -314,6 +316,39 @@ def test_nothing_is_called_while_a_graph_is_captured(make_fake: Callable[..., Fa
         del _
 
 
+def test_close_while_a_graph_is_captured_unregisters_afterwards(make_fake: Callable[..., FakeCuda]) -> None:
+    """Nothing is called then; the next call of the user's does it."""
+    fake = make_fake()
+    with Loader(_SPEC, batch_size=4, pin_memory=True) as loader:
+        next(iter(loader))
+        fake.default.run()
+        loader._engine.pump.step(None)  # type: ignore[union-attr]
+        fake.capturing = True
+    assert len(fake.registered) == 1
+    fake.capturing = False
+    release(None)
+    assert fake.registered == {}
+
+
+def test_segment_that_comes_between_registering_and_hand_over_is_registered_first(
+    make_fake: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may grow the ring at any moment: no batch out of it is handed over unpinned."""
+    fake = make_fake()
+    settle, num_calls = Ring.settle, 0
+
+    def come_late(ring: Ring) -> None:
+        nonlocal num_calls
+        num_calls += bool(ring.segments)
+        if num_calls > 2:
+            settle(ring)
+
+    monkeypatch.setattr(Ring, "settle", come_late)
+    with Loader(_SPEC, batch_size=4, pin_memory=True) as loader:
+        assert fake.is_pinned(next(iter(loader))[0])
+    assert num_calls > 2
+
+
 def test_events_are_pooled(make_fake: Callable[..., FakeCuda]) -> None:
     """A thousand batches need a handful of events."""
     fake = make_fake()
@@ -324,15 +359,16 @@ def test_events_are_pooled(make_fake: Callable[..., FakeCuda]) -> None:
     assert 0 < fake.num_events < 10
 
 
-def test_ring_full_of_copies_waits_for_them(make_fake: Callable[..., FakeCuda]) -> None:
+def test_ring_full_of_copies_waits_for_them(make_fake: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch) -> None:
     """No RingFullError while copies will end by themselves: another thread runs the device."""
     fake = make_fake()
+    monkeypatch.setattr("ringloader._runtime.engine._FULL_WAIT_S", 0.0)
     with Loader(_SPEC, batch_size=4, num_workers=1, max_ring_bytes=4 * 4 * 4 * _WIDTH) as loader:
         copies = []
         for batch in loader:
             copies.append((batch[1].tolist(), fake.copy_later(batch[0])))
             del batch
-            device = threading.Timer(0.01, fake.default.run)
+            device = threading.Timer(0.05, fake.default.run)
             device.start()
         device.join()
         fake.default.run()
@@ -365,15 +401,21 @@ def test_repair_after_an_interrupt_keeps_slots_that_are_copied_from(make_fake: C
         iterator = iter(loader)
         batch = next(iterator)
         found = fake.copy_later(batch[0])
+        engine = loader._engine
+        assert engine is not None
+        pump = engine.pump
+        slot_id, generation = next(iter(engine.ring.leases))
         del batch
         _ = next(iterator)
-        pump = loader._engine.pump  # type: ignore[union-attr]
 
         def interrupted() -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             pump.step([], interrupted)
+        pump.step(None)
+        slot = engine.scheduler.slots.by_id[slot_id]
+        assert (slot.state, slot.generation) == (SlotState.PENDING, generation)
         seen = [number for one in iterator for number in numbers_of(one)]
         assert seen == list(range(8, 48))
         assert loader.stats().num_recoveries == 1
@@ -479,6 +521,7 @@ def test_device_error_of_a_later_batch_comes_after_the_one_before(make_fake: Cal
     with Loader(FactorySpec(FailsAt, 12, 9), batch_size=4, num_workers=1, device="cuda") as loader:
         iterator = iter(loader)
         assert len(next(iterator)[1]) == 4
+        assert wait_until(lambda: any(batch.fault for batch in iterator._session.batches.values()))
         assert len(next(iterator)[1]) == 4
         with pytest.raises(Exception, match="sample 9"):
             next(iterator)
