@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -32,3 +33,12 @@ def _value(output: str, name: str) -> str:
     found = re.search(rf"{re.escape(name)}\s*│\s*(.*?)\s*│", output)
     assert found is not None, f"no line {name!r} in:\n{output}"
     return found[1]
+
+
+def test_gpu_check_without_a_gpu_exits_with_3() -> None:
+    """It says that nothing was checked, and does not pass for a check that did."""
+    command = [sys.executable, "scripts/gpu_check.py"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, timeout=50, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "nothing was checked" in done.stderr

@@ -138,12 +138,12 @@ def test_readme_comparison_covers_every_option_of_dataloader() -> None:
 
 
 def test_readme_options_of_later_versions_say_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pin_memory` warns once and delivers unpinned; threads are refused where there are workers."""
+    """`pin_memory` without CUDA warns once and delivers unpinned; threads are refused where there are workers."""
     monkeypatch.setattr("ringloader.loader._warned_unpinned", False)
     for _ in range(2):
         with Loader(range(4), batch_size=4, pin_memory=True) as loader:
             assert not next(iter(loader)).is_pinned()
-    assert [record.levelno for record in caplog.records if "page-lock" in record.message] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if "unpinned" in record.message] == [logging.WARNING]
     with pytest.raises(ConfigError, match="pin_memory"):
         Loader(range(4), pin_memory=True, output="numpy")
     with pytest.raises(ConfigError, match="thread"):

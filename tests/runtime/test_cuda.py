@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringloader import ConfigError, FactorySpec, Loader, RingFullError, record_stream, release
+from ringloader._core.session import pack_keys
 from ringloader._core.slots import SlotState
 from ringloader._runtime import cuda, lifetime, memory
-from ringloader._runtime.ring import Ring
 from tests.runtime.conftest import wait_until
 from tests.runtime.fake_cuda import FakeCuda, FakeStream, is_mapped
 from tests.runtime.sample_datasets import Numbers
@@ -330,23 +330,24 @@ def test_close_while_a_graph_is_captured_unregisters_afterwards(make_fake: Calla
     assert fake.registered == {}
 
 
-def test_segment_that_comes_between_registering_and_hand_over_is_registered_first(
-    make_fake: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread may grow the ring at any moment: no batch out of it is handed over unpinned."""
+def test_segment_that_came_without_the_consumer_is_registered_before_hand_over(make_fake: Callable[..., FakeCuda]) -> None:
+    """The watching thread grew the ring and had a batch made: it is not handed over before its segment is page-locked."""
     fake = make_fake()
-    settle, num_calls = Ring.settle, 0
-
-    def come_late(ring: Ring) -> None:
-        nonlocal num_calls
-        num_calls += bool(ring.segments)
-        if num_calls > 2:
-            settle(ring)
-
-    monkeypatch.setattr(Ring, "settle", come_late)
-    with Loader(_SPEC, batch_size=4, pin_memory=True) as loader:
-        assert fake.is_pinned(next(iter(loader))[0])
-    assert num_calls > 2
+    with Loader(_SPEC, batch_size=4, num_workers=1, pin_memory=True) as loader:
+        loader.start()
+        engine = loader._engine
+        assert engine is not None
+        session = engine.open_session(0, in_order=True)
+        keys = pack_keys([0, 1, 2, 3], 0)
+        engine.pump.step([], lambda: engine._submit(session, [(0, keys)], ended=True))
+        assert wait_until(lambda: session.head() is not None)
+        assert fake.registered == {}
+        assert engine.pump.step([], lambda: engine._take(session)) is None
+        engine.ring.settle()
+        (batch,) = engine.pump.step([], lambda: engine._take(session))
+        assert fake.is_pinned(batch[0])
+        assert numbers_of(batch) == [0, 1, 2, 3]
+        del batch
 
 
 def test_events_are_pooled(make_fake: Callable[..., FakeCuda]) -> None:
