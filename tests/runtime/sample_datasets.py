@@ -7,7 +7,8 @@ import random
 import signal
 import sys
 import time
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,3 +104,31 @@ def first_time(folder: str, name: str) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+class Pair(NamedTuple):
+    """A row and its number."""
+
+    rows: Any
+    index: Any
+
+
+class Nested(Numbers):
+    """Every container that has a place in a batch."""
+
+    def __getitem__(self, i: int) -> Any:
+        row = self.make(i)[0]
+        return {"pair": Pair(row, i), "ordered": OrderedDict(text=f"t{i}", row=row), "tuple": (row, "x")}
+
+
+class FailsAt(Numbers):
+    """One sample raises."""
+
+    def __init__(self, size: int, width: int, at: int) -> None:
+        super().__init__(size, width)
+        self.at = at
+
+    def __getitem__(self, i: int) -> Any:
+        if i == self.at:
+            raise ValueError(f"no sample {i}")
+        return self.make(i)

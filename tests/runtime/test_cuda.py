@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 import threading
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from ringloader._core.slots import SlotState
 from ringloader._runtime import cuda, lifetime, memory
 from tests.runtime.conftest import wait_until
 from tests.runtime.fake_cuda import FakeCuda, FakeStream, is_mapped
-from tests.runtime.sample_datasets import Numbers
+from tests.runtime.sample_datasets import FailsAt, Nested, Numbers
 
 _WIDTH = 8192  # 32 KiB a row: batches of whole pages
 _SPEC = FactorySpec(Numbers, 48, _WIDTH)
@@ -479,17 +478,6 @@ def test_device_pulls_the_sampler_by_the_number_of_next_calls(make_fake: Callabl
         fake.default.run()
 
 
-Pair = namedtuple("Pair", ["rows", "index"])
-
-
-class Nested(Numbers):
-    """Every container that has a place in a batch."""
-
-    def __getitem__(self, i: int) -> Any:
-        row = np.full(_WIDTH, i, np.float32)
-        return {"pair": Pair(row, i), "ordered": OrderedDict(text=f"t{i}", row=row), "tuple": (row, "x")}
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_b34_types_are_the_same_on_the_host_pinned_and_on_the_device(
     make_fake: Callable[..., FakeCuda], num_workers: int
@@ -498,7 +486,7 @@ def test_b34_types_are_the_same_on_the_host_pinned_and_on_the_device(
     fake = make_fake()
     shapes = []
     for options in ({}, {"pin_memory": True}, {"device": "cuda"}, {"device": "cpu"}):
-        with Loader(FactorySpec(Nested, 4), batch_size=2, num_workers=num_workers, **options) as loader:
+        with Loader(FactorySpec(Nested, 4, _WIDTH), batch_size=2, num_workers=num_workers, **options) as loader:
             batch = next(iter(loader))
             fake.default.run()
             shapes.append(_types(batch))
@@ -519,7 +507,7 @@ def _types(value: Any) -> Any:
 def test_device_error_of_a_later_batch_comes_after_the_one_before(make_fake: Callable[..., FakeCuda]) -> None:
     """Looking ahead swallows no error and brings none forward."""
     fake = make_fake()
-    with Loader(FactorySpec(FailsAt, 12, 9), batch_size=4, num_workers=1, device="cuda") as loader:
+    with Loader(FactorySpec(FailsAt, 12, _WIDTH, 9), batch_size=4, num_workers=1, device="cuda") as loader:
         iterator = iter(loader)
         assert len(next(iterator)[1]) == 4
         assert wait_until(lambda: any(batch.fault for batch in iterator._session.batches.values()))
@@ -528,19 +516,6 @@ def test_device_error_of_a_later_batch_comes_after_the_one_before(make_fake: Cal
             next(iterator)
         assert list(iterator) == []
         fake.default.run()
-
-
-class FailsAt(Numbers):
-    """One sample raises."""
-
-    def __init__(self, size: int, at: int) -> None:
-        super().__init__(size, _WIDTH)
-        self.at = at
-
-    def __getitem__(self, i: int) -> Any:
-        if i == self.at:
-            raise ValueError(f"no sample {i}")
-        return self.make(i)
 
 
 # --- random schedules ----------------------------------------------------------------------------------------------------
@@ -684,7 +659,7 @@ from ringloader._runtime import cuda
 fake = cuda.CUDA = FakeCuda()
 atexit.register(lambda: print(len(fake.calls), fake.registered, fake.violations))
 from ringloader import FactorySpec, Loader
-from tests.runtime.sample_datasets import Numbers
+from tests.runtime.sample_datasets import FailsAt, Nested, Numbers
 loader = Loader(FactorySpec(Numbers, 48, 8192), batch_size=4, num_workers=1, pin_memory=True)
 kept = [next(iter(loader)) for _ in range(2)]
 found = fake.copy_later(kept[0][0])
