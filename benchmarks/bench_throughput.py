@@ -10,7 +10,8 @@ prefetch that a short first pass measures on each workload; the table names it. 
 fastest, it has a row for each, and so has ringloader: inline nothing is loaded while the training step runs, which a consumer
 that does nothing can't show. `memcpy` is as many processes copying as many bytes per batch from memory into shared memory, row
 by row or as a block, whichever is faster; `getitem` is as many processes that only call `dataset[i]`. "of limit" compares with
-the lower of the two. SPDL is measured too where it is installed.
+the lower of the two. `in place` is the same samples out of our array datasets, which write whole batches into the ring. SPDL
+is measured too where it is installed.
 
 `start`: from making a loader with 4 workers on a small dataset to its first batch, and the workers' memory (PSS without shared
 segments); imports are not part of it, their time is in the JSON. `epoch`: from `iter` to the first batch of a later epoch,
@@ -127,6 +128,7 @@ def _contenders(args: argparse.Namespace, workload: str, failures: list[str]) ->
     has_inline = len(dataloaders) > 1
     return [
         Contender("ringloader", workload, args.workers),
+        *([Contender("ringloader in place", workload, args.workers)] if WORKLOADS[workload].has_in_place else []),
         *([Contender("ringloader", workload, 0)] if has_inline else []),
         *dataloaders,
         *(Contender(name, workload, args.workers) for name in (*peers, *limits)),

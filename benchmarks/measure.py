@@ -135,6 +135,21 @@ def _ringloader(job: Job, workload: Workload) -> Iterator[Iterable[Any]]:
 
 
 @contextlib.contextmanager
+def _ringloader_in_place(job: Job, workload: Workload) -> Iterator[Iterable[Any]]:
+    _import_ringloader()
+    from ringloader import Loader
+
+    with Loader(
+        workload.in_place_spec(),
+        batch_size=workload.batch_size,
+        shuffle=True,
+        num_workers=job.num_workers,
+        prefetch_factor=job.prefetch_factor,
+    ) as loader:
+        yield loader
+
+
+@contextlib.contextmanager
 def _dataloader(job: Job, workload: Workload, start_method: str = "fork") -> Iterator[Iterable[Any]]:
     import torch
     from torch.utils.data import DataLoader
@@ -330,6 +345,7 @@ def _worker_pids(loader: Any) -> list[int]:
 
 _LOADERS: dict[str, Callable[[Job, Workload], contextlib.AbstractContextManager[Iterable[Any]]]] = {
     "ringloader": _ringloader,
+    "ringloader in place": _ringloader_in_place,
     "DataLoader": _dataloader,
     "DataLoader spawn": _dataloader_spawn,
     "SPDL threads": _spdl,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ringloader import FactorySpec
+from ringloader import ArrayDataset, Dataset, FactorySpec, TokenWindows
 
 Array = np.ndarray[Any, Any]
 
@@ -67,6 +67,10 @@ class Tokens:
         window = self._tokens[start : start + self.WIDTH + 1]
         return self._wrap(window[:-1]), self._wrap(window[1:])
 
+    def in_place(self) -> Dataset:
+        """The same windows, written into the ring whole."""
+        return TokenWindows(self._tokens[: (self._num_samples - 1) * self.STRIDE + self.WIDTH + 1], self.WIDTH, self.STRIDE)
+
 
 class Tiny:
     """8 float32 numbers and an int label."""
@@ -84,6 +88,10 @@ class Tiny:
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self._wrap(self._points[index]), self._labels[index]
 
+    def in_place(self) -> Dataset:
+        """The same rows, written into the ring whole."""
+        return ArrayDataset(self._points, np.array(self._labels))
+
 
 class Dict60:
     """A dict of 60 arrays of 4 float32."""
@@ -100,6 +108,10 @@ class Dict60:
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self._fields[index]
         return {name: self._wrap(row[number]) for number, name in enumerate(self._names)}
+
+    def in_place(self) -> Dataset:
+        """The same rows, written into the ring whole."""
+        return ArrayDataset({name: self._fields[:, number].copy() for number, name in enumerate(self._names)})
 
 
 class Jpeg:
@@ -174,6 +186,20 @@ class Workload:
     def spec(self, samples: str) -> FactorySpec:
         """Name the dataset for workers to build."""
         return FactorySpec(self.dataset_class, self.num_samples, samples)
+
+    @property
+    def has_in_place(self) -> bool:
+        """There is a dataset of the same samples that writes batches by itself."""
+        return hasattr(self.dataset_class, "in_place")
+
+    def in_place_spec(self) -> FactorySpec:
+        """Name that one."""
+        return FactorySpec(_in_place, self.dataset_class, self.num_samples)
+
+
+def _in_place(dataset_class: type[Any], num_samples: int) -> Dataset:
+    dataset: Dataset = dataset_class(num_samples).in_place()
+    return dataset
 
 
 WORKLOADS = {

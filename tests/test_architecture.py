@@ -21,6 +21,7 @@ _LEVELS = {
     "factory": 3,
     "collation": 3,
     "datasets": 4,
+    "arrays": 5,
     "samplers": 4,
     "_runtime": 5,
     "iterators": 6,

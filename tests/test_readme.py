@@ -107,6 +107,15 @@ def test_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_readme_token_windows_run_as_they_stand(tmp_path: Path) -> None:
+    """The snippet is a script of its own, and its comments are true."""
+    (block,) = re.findall(r"^```python\n(import numpy as np\nfrom ringloader import.*?)^```", README, re.M | re.S)
+    block += "    assert inputs.shape == targets.shape == (64, 128) and (inputs[:, 1:] == targets[:, :-1]).all()\n"
+    (tmp_path / "windows.py").write_text(block)
+    done = subprocess.run([sys.executable, "windows.py"], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
 def test_readme_options_table_is_the_signature_of_loader() -> None:
     """Every option is in the table and nothing else is, in order, with its default."""
     table = rows(section("Options").partition("`FaultPolicy`, a frozen")[0])

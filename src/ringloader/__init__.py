@@ -9,10 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringloader._core.array_spec import ArraySpec
     from ringloader._core.policy import FaultPolicy
     from ringloader._runtime.worker_info import WorkerInfo, get_worker_info
+    from ringloader.arrays import ArrayDataset, TokenWindows, tensor_dataset
     from ringloader.collation import default_collate
-    from ringloader.datasets import Dataset
+    from ringloader.datasets import Dataset, dataset
     from ringloader.errors import (
         ClosedError,
         ConfigError,
@@ -47,10 +49,12 @@ _MODULES = {
         "SampleError",
         "WorkerError",
     ),
+    "_core.array_spec": ("ArraySpec",),
     "_core.policy": ("FaultPolicy",),
     "_runtime.worker_info": ("WorkerInfo", "get_worker_info"),
+    "arrays": ("ArrayDataset", "TokenWindows", "tensor_dataset"),
     "collation": ("default_collate",),
-    "datasets": ("Dataset",),
+    "datasets": ("Dataset", "dataset"),
     "factory": ("FactorySpec",),
     "leases": ("record_stream", "release"),
     "loader": ("Loader", "LoaderStats"),
@@ -59,6 +63,8 @@ _MODULES = {
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "ArrayDataset",
+    "ArraySpec",
     "ClosedError",
     "ConfigError",
     "Dataset",
@@ -77,12 +83,15 @@ __all__ = [
     "RingFullError",
     "SampleError",
     "SequentialSampler",
+    "TokenWindows",
     "WorkerError",
     "WorkerInfo",
+    "dataset",
     "default_collate",
     "get_worker_info",
     "record_stream",
     "release",
+    "tensor_dataset",
 ]
 
 

@@ -10,14 +10,14 @@ import abc
 import functools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringloader._core.digests import attributes, value_digest
 from ringloader.errors import ConfigError
 from ringloader.factory import FactorySpec
 
-__all__ = ["Dataset"]
+__all__ = ["Dataset", "dataset"]
 
 _log = logging.getLogger("ringloader")
 
@@ -62,6 +62,52 @@ class Dataset(metaclass=_RecordingMeta):
             return FactorySpec(type(self), *record.args, **record.kwargs)
         except ConfigError as error:
             raise ConfigError(f"dataset of class {type(self).__qualname__!r}: {error}", **error.facts) from None
+
+
+def dataset(
+    *,
+    size: int | Callable[[], int],
+    get_item: Callable[[Any], Any],
+    process_spec: FactorySpec | Mapping[str, Any] | None = None,
+) -> FunctionDataset:
+    """Return the map-style dataset of two functions: `size`, a number or what gives it, and `get_item`, from key to sample.
+
+    `process_spec` says how workers build an equal one: a `FactorySpec`, or a mapping with "factory" and, if need be, "args" and
+    "kwargs". Without it the dataset is pickled, which takes importable functions.
+
+    Raises ConfigError for what is none of these.
+    """
+    if not callable(size) and (type(size) is not int or size < 0):
+        raise ConfigError(f"size is {size!r}; give an int of at least 0, or a function", option="size", value=size)
+    if not callable(get_item):
+        raise ConfigError(f"get_item is {get_item!r}; give a function of one key", option="get_item", value=get_item)
+    return FunctionDataset(size, get_item, _as_spec(process_spec))
+
+
+def _as_spec(given: FactorySpec | Mapping[str, Any] | None) -> FactorySpec | None:
+    if given is None or isinstance(given, FactorySpec):
+        return given
+    if not isinstance(given, Mapping) or "factory" not in given or set(given) - {"factory", "args", "kwargs"}:
+        raise ConfigError(
+            f"process_spec is {given!r:.200}; give a FactorySpec, or a mapping with 'factory', 'args' and 'kwargs'",
+            option="process_spec",
+            value=given,
+        )
+    return FactorySpec(given["factory"], *given.get("args", ()), **given.get("kwargs", {}))
+
+
+class FunctionDataset:
+    """What `dataset` returns."""
+
+    def __init__(self, size: int | Callable[[], int], get_item: Callable[[Any], Any], process_spec: FactorySpec | None) -> None:
+        self._size, self._get_item = size, get_item
+        self.process_spec = process_spec
+
+    def __len__(self) -> int:
+        return self._size() if callable(self._size) else self._size
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._get_item(key)
 
 
 class _Record:

@@ -68,6 +68,11 @@ class Collator:
         self._warned_of_grad = False
         self._layouts: dict[Layout, Layout] = {}
 
+    @property
+    def is_plain(self) -> bool:
+        """Samples are collated by the default rules."""
+        return self._collate_fn is None and not self._convert
+
     def begin(self, num_samples: int, keys: Sequence[Any] | None = None, slot: np.ndarray | None = None) -> Batch:
         """Start a batch of about `num_samples` samples for `slot`, a writable 1-D uint8 array, or for a slot yet to be found.
 

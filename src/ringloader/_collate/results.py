@@ -15,7 +15,25 @@ from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, Source, Su
 from ringloader._collate.containers import CONTAINERS, FormError, Rule, form_of, name_of, rule_of
 from ringloader._collate.structure import Keys, child_path, contents
 from ringloader._core import dtypes, values
-from ringloader._core.layout import MAX_DEPTH, Node
+from ringloader._core.array_spec import ArraySpec
+from ringloader._core.layout import MAX_DEPTH, Node, leaf_type
+
+
+class Unwritten:
+    """A leaf that the dataset is going to write."""
+
+    __slots__ = ("leaf", "shape")
+
+    def __init__(self, spec: ArraySpec) -> None:
+        self.leaf = leaf_type("tensor", spec.dtype, len(spec.shape))
+        self.shape = spec.shape
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        """Nothing is left to do."""
+
+    def check(self) -> None:
+        """Whatever the dataset writes fits."""
+
 
 _PLAIN = frozenset((str, int, float, complex, bool, type(None), bytes, bytearray))
 _NESTING = frozenset((list, tuple))
@@ -61,6 +79,9 @@ class _Walk:
         return VALUE_NODE
 
     def _other(self, value: Any, path: str) -> Node:
+        if type(value) is ArraySpec:
+            self.sources.append(Unwritten(value))
+            return LEAF_NODE
         try:
             values.encode(value)
         except (TypeError, ValueError, OverflowError) as error:

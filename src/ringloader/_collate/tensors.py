@@ -20,6 +20,7 @@ from ringloader._collate.containers import name_of
 from ringloader._collate.wrap import LeafPlan, plan_of, wrap_with
 from ringloader._core import dtypes
 from ringloader._core.layout import Layout, LeafType, Placement, leaf_type
+from ringloader.errors import ConfigError
 
 # torch has second names for some: "float" is "float32".
 _NAMES = {value: str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -153,6 +154,14 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
         tensor = tensor.view(_DTYPES[dtypes.storage_of(name).name])
     array: np.ndarray = tensor.numpy()
     return array
+
+
+def held_array(tensor: torch.Tensor, label: str) -> tuple[np.ndarray, str]:
+    """Return an array over a tensor's memory, and its dtype's name. Raises ConfigError for one that is not in host memory."""
+    reason = refusal(tensor)
+    if reason is not None:
+        raise ConfigError(f"array {label} is {reason[0]}; {reason[1]}", option="arrays", value=label)
+    return as_array(tensor.detach()), _NAMES[tensor.dtype]
 
 
 def try_as_array(value: Any, dtype: str) -> np.ndarray | None:

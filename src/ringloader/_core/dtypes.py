@@ -37,6 +37,11 @@ def name_of(dtype: np.dtype) -> str | None:
     return _BY_NUMPY.get(dtype)
 
 
+def numpy_dtype(value: object) -> np.dtype:
+    """Return what numpy takes a value for: a type, a dtype or the name of one. Raises TypeError."""
+    return np.dtype(value)  # type: ignore[call-overload,no-any-return]
+
+
 def storage_of(name: str) -> np.dtype:
     """Return the numpy dtype whose arrays carry the bytes of `name`.
 

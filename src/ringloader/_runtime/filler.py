@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ringloader._collate.collate import Collated, Collator
+from ringloader._collate.written import Writer, offers
 from ringloader._core import messages as msg
 from ringloader._core import values
 from ringloader._core.events import Keys
@@ -103,6 +104,7 @@ class Filler:
         self._next_layout_id = 0
         # torch looks for the method and for its truth, so that a wrapper can switch it off with None.
         self._getitems = None if self._seed_samples else getattr(dataset, "__getitems__", None)
+        self._writer = Writer(dataset, collator) if collator.is_plain and not self._seed_samples and offers(dataset) else None
 
     def fill(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
         """Carry out one Fill into `slot` (1-D uint8, None: no room yet) and return the answer."""
@@ -137,10 +139,12 @@ class Filler:
 
     def _make(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None, began_ns: int) -> msg.FromWorker:
         self._set_epoch(fill.epoch)
-        keys = unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))
         self._seeder.for_position(fill.epoch, fill.position)
         self._page.stage(status.FETCHING)
         self._doing = "sample"
+        if self._writer is not None and fill.int_keys:
+            return self._write(fill, self._writer, slot, began_ns)
+        keys = unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))
         batch = self._collator.begin(len(keys), keys, slot)
         if self._getitems:
             batch.extend(self._getitems(keys))
@@ -154,6 +158,17 @@ class Filler:
         if collated.written or not collated.nbytes:
             return self._filled(fill, kept, time.monotonic_ns() - fetched_ns)
         return self._place(fill, kept, slot)
+
+    def _write(self, fill: msg.Fill, writer: Writer, slot: np.ndarray[Any, Any] | None, began_ns: int) -> msg.FromWorker:
+        """Have the dataset write the batch into the slot. Without room nothing is made, so nothing is kept."""
+        indices = np.frombuffer(fill.keys, np.int64)
+        collated = writer.plan(len(indices))
+        if not collated.written:
+            if slot is None or len(slot) < collated.nbytes:
+                return msg.NeedRoom(fill.serial, fill.generation, collated.nbytes, False)
+            writer.write(collated, indices, slot)
+        made = _Kept(fill.batch_id, collated, len(indices), time.monotonic_ns() - began_ns)
+        return self._filled(fill, made, 0)
 
     def _fetch_each(self, fill: msg.Fill, keys: list[Any], batch: Any) -> None:
         page, dataset, serial = self._page, self._dataset, fill.serial

@@ -1,0 +1,85 @@
+"""Batches that the dataset writes into the slot by itself.
+
+Owns the two methods that a dataset may offer, `batch_spec(n)` and `write_batch(indices, out)`, and what may go wrong with
+them. `out` has the tree of the spec, with arrays over the slot in the place of each `ArraySpec`; it is the dataset's for the
+length of the call. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from ringloader._collate.collate import Collator
+from ringloader._collate.collated import Collated, make_layout, pack_inline
+from ringloader._collate.results import Unwritten, walk_batch
+from ringloader._collate.structure import Keys
+from ringloader._collate.wrap import LeafPlan, plan_of, wrap_with
+from ringloader._core.layout import Layout, Placement
+from ringloader.errors import LayoutError
+
+# A full batch and a short one are all that most datasets need.
+_MAX_SPECS = 16
+
+
+class Writer:
+    """Has one dataset write batches."""
+
+    def __init__(self, dataset: Any, collator: Collator) -> None:
+        self._dataset = dataset
+        self._collator = collator
+        self._plans: OrderedDict[int, tuple[Layout, Placement, bytes]] = OrderedDict()
+
+    def plan(self, num_samples: int) -> Collated:
+        """Return a batch of so many samples, laid out and not yet written. Raises LayoutError for a spec that is none."""
+        known = self._plans.get(num_samples)
+        if known is None:
+            known = self._plans[num_samples] = self._derive(num_samples)
+            if len(self._plans) > _MAX_SPECS:
+                self._plans.popitem(last=False)
+        layout, placement, inline = known
+        return Collated(layout, placement, inline, (), sum(placement.sizes))
+
+    def _derive(self, num_samples: int) -> tuple[Layout, Placement, bytes]:
+        spec = self._dataset.batch_spec(num_samples)
+        keys = Keys(range(num_samples))
+        tree = walk_batch(spec, "batch_spec", keys, self._collator.asker)
+        if not tree.sources or any(type(source) is not Unwritten for source in tree.sources):
+            raise LayoutError(
+                f"batch_spec({num_samples}) gave {spec!r:.200}; give an ArraySpec, or dicts, lists and tuples of them",
+                path="batch_spec",
+            )
+        layout = make_layout(self._collator.layout_of, tree, [source.leaf for source in tree.sources], keys)
+        inline = pack_inline(tree.values, keys) if tree.values else b""
+        return layout, layout.place(tuple([source.shape for source in tree.sources])), inline
+
+    def write(self, collated: Collated, indices: np.ndarray[Any, Any], slot: np.ndarray[Any, Any]) -> None:
+        """Have the dataset write a batch that `plan` gave. Raises LayoutError when it keeps an array of `out`."""
+        num_holders = sys.getrefcount(slot)
+        layout, placement, inline = self._plans[len(indices)]
+        plan = plan_of(layout, placement, "written", _make_storage)
+        out = wrap_with(plan, inline, slot, copy_out=False)[0]
+        self._dataset.write_batch(indices, out)
+        del out
+        if sys.getrefcount(slot) > num_holders:
+            gc.collect()  # a cycle may hold it: that of an exception that was caught, say
+            if sys.getrefcount(slot) > num_holders:
+                raise LayoutError(
+                    "write_batch kept an array of `out`, or a view of one, after it had returned: the memory belongs to other "
+                    "batches now; copy what is to be kept",
+                    path="out",
+                )
+        collated.written = True
+
+
+def _make_storage(array: np.ndarray[Any, Any], leaf: LeafPlan) -> Any:
+    return array
+
+
+def offers(dataset: Any) -> bool:
+    """Whether a dataset writes batches by itself."""
+    return callable(getattr(dataset, "batch_spec", None)) and callable(getattr(dataset, "write_batch", None))

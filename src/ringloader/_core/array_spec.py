@@ -1,0 +1,58 @@
+"""What a leaf of a batch will be, before there is memory for it.
+
+Owns the public `ArraySpec`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ringloader._core import dtypes
+from ringloader.errors import LayoutError
+
+
+class ArraySpec:
+    """Shape and dtype of one leaf: `ArraySpec((32, 3, 224, 224), "float32")`.
+
+    `dtype` is numpy's, torch's, or the name of one. Where numpy has none ("bfloat16", "float8_e5m2") the leaf is written
+    through an array of integers of the same size.
+
+    Raises LayoutError for a negative size or a dtype that no tensor has.
+    """
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
+        self.shape = tuple(int(size) for size in shape)
+        if any(size < 0 for size in self.shape):
+            raise LayoutError(f"ArraySpec has the shape {self.shape}; sizes are at least 0", shape=self.shape)
+        self.dtype = _name_of(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the leaf."""
+        return math.prod(self.shape) * dtypes.storage_of(self.dtype).itemsize
+
+    def __repr__(self) -> str:
+        return f"ArraySpec({self.shape}, {self.dtype!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArraySpec) and (self.shape, self.dtype) == (other.shape, other.dtype)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype))
+
+
+def _name_of(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if dtypes.is_known(name):
+        return name
+    try:
+        known = dtypes.name_of(dtypes.numpy_dtype(dtype))
+    except TypeError:
+        known = None
+    if known is None:
+        raise LayoutError(f"ArraySpec has the dtype {dtype!r}, which no tensor has", dtype=str(dtype))
+    return known

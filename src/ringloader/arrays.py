@@ -1,0 +1,293 @@
+"""Datasets over arrays, which write whole batches straight into the ring.
+
+Owns how rows of an array get into a slot fastest, and how arrays reach workers: files are mapped by each worker anew, arrays in
+memory go once, into one segment that all workers share. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringloader._core import dtypes
+from ringloader._core.array_spec import ArraySpec
+from ringloader.datasets import Dataset
+from ringloader.errors import ConfigError
+from ringloader.factory import FactorySpec
+
+__all__ = ["ArrayDataset", "TokenWindows", "tensor_dataset"]
+
+Array = np.ndarray[Any, Any]
+
+# From this size on a row is copied by itself, at the speed of memcpy; smaller ones are gathered in one call.
+_LARGE_ROW_NBYTES = 4096
+_GATHER_NBYTES = 128 << 10
+
+
+class ArrayDataset(Dataset):
+    """Rows of arrays of one length: sample i is row i of each.
+
+    `ArrayDataset(x, y)` gives tuples, `ArrayDataset({"image": x, "label": y})` dicts, `ArrayDataset("folder")` dicts of what
+    the folder's `.npy` files hold, by their names without the ending, mapped from the files and not read. Batches are
+    `(B, *shape of a row)` tensors: lists of them, or dicts. Arrays may be `np.memmap`s of whole files; torch tensors on the CPU
+    are taken as arrays over the same memory.
+
+    Raises ConfigError for arrays of unequal length, of no dimension, or of a dtype that no tensor has.
+    """
+
+    def __init__(self, *arrays: Any) -> None:
+        named = _open_arrays(arrays)
+        self._names: tuple[str, ...] | None = tuple(named) if isinstance(named, dict) else None
+        values = list(named.values()) if isinstance(named, dict) else named
+        labels = list(self._names or map(str, range(len(values))))
+        self._columns = [_Column(_as_array(value, label), label) for value, label in zip(values, labels, strict=True)]
+        lengths = {label: len(column.array) for label, column in zip(labels, self._columns, strict=True)}
+        if len(set(lengths.values())) > 1:
+            raise ConfigError(
+                f"the arrays differ in length: {lengths}; give arrays of one length", option="arrays", value=lengths
+            )
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        rows = [column.row(_within(index, self._length)) for column in self._columns]
+        return tuple(rows) if self._names is None else dict(zip(self._names, rows, strict=True))
+
+    def batch_spec(self, num_samples: int) -> Any:
+        """Return what a batch of `num_samples` rows is made of."""
+        specs = [ArraySpec((num_samples, *column.array.shape[1:]), column.dtype) for column in self._columns]
+        return specs if self._names is None else dict(zip(self._names, specs, strict=True))
+
+    def write_batch(self, indices: Array, out: Any) -> None:
+        """Write the rows `indices`, int64, into the arrays of `out`."""
+        places = _all_within(indices, self._length)
+        for column, target in zip(self._columns, out if self._names is None else out.values(), strict=True):
+            column.write(places, target)
+
+    @property
+    def process_spec(self) -> FactorySpec | None:
+        """What maps the files anew, where all arrays are files; else None: arrays in memory are shared by all workers."""
+        if type(self) is not ArrayDataset or any(column.source is None for column in self._columns):
+            return None
+        sources = [column.source for column in self._columns]
+        if self._names is None:
+            return FactorySpec(ArrayDataset, *sources)
+        return FactorySpec(_from_named, list(self._names), *sources)
+
+
+def _from_named(names: Sequence[str], *arrays: Array) -> ArrayDataset:
+    return ArrayDataset(dict(zip(names, arrays, strict=True)))
+
+
+def tensor_dataset(*tensors: Any) -> ArrayDataset:
+    """Return the dataset of the rows of tensors, as `torch.utils.data.TensorDataset` is, with batches written in place.
+
+    Tensors of any dtype that lives on the CPU, or arrays. Samples are rows as numpy arrays, batches lists of tensors.
+    """
+    return ArrayDataset(*tensors)
+
+
+class TokenWindows(Dataset):
+    """Windows of a long sequence of tokens.
+
+    Sample i is `(tokens[s : s + length], tokens[s + 1 : s + length + 1])` with s = i * stride: input and target. With stride 1
+    there are N - length windows. `tokens` is a 1-D array or tensor of integers, a memmap, or the path of a file:
+    `.npy`, or flat numbers of `dtype`, mapped and not read. Batches are lists of two `(B, length)` tensors, input and target.
+
+    Raises ConfigError for tokens that are no such sequence or too few for one window.
+    """
+
+    def __init__(self, tokens: Any, length: int, stride: int = 1, dtype: Any = None) -> None:
+        for name, value in (("length", length), ("stride", stride)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} is {value!r}; give an int of at least 1", option=name, value=value)
+        array = _open_file(os.fspath(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else tokens
+        self._column = _Column(_as_array(array, "tokens"), "tokens")
+        tokens = self._column.array
+        if tokens.ndim != 1:
+            raise ConfigError(f"tokens has {tokens.ndim} dimensions; give one sequence", option="tokens", value=tokens.shape)
+        if len(tokens) <= length:
+            raise ConfigError(
+                f"tokens has {len(tokens)} numbers; a window of length={length} and its target need {length + 1}",
+                option="tokens",
+                value=len(tokens),
+            )
+        self._window, self._stride = length, stride
+        self._overlapping: Array | None = None
+        self._length = (len(tokens) - length - 1) // stride + 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        start = _within(index, self._length) * self._stride
+        window = self._column.array[start : start + self._window + 1]
+        return window[:-1], window[1:]
+
+    def batch_spec(self, num_samples: int) -> Any:
+        """Return what a batch of `num_samples` windows is made of."""
+        return [ArraySpec((num_samples, self._window), self._column.dtype) for _ in range(2)]
+
+    def write_batch(self, indices: Array, out: Any) -> None:
+        """Write the windows `indices`, int64, into the two arrays of `out`."""
+        starts = _all_within(indices, self._length) * self._stride
+        # One window is one element of many bytes: numpy gathers those in a loop of C, into memory of its own. A few at a time,
+        # or that memory would be in no cache when it is read again.
+        windows = self._windows()
+        step = max(1, _GATHER_NBYTES // windows.itemsize)
+        targets = [target.view(windows.dtype)[:, 0] for target in out]
+        for first in range(0, len(starts), step):
+            places = starts[first : first + step]
+            for ahead, target in enumerate(targets):
+                target[first : first + step] = windows[places + ahead]
+
+    def _windows(self) -> Array:
+        """Every window that is as long as `length`, as elements that overlap."""
+        tokens = self._column.array
+        if self._overlapping is None:
+            step, dtype = tokens.itemsize, np.dtype(("V", self._window * tokens.itemsize))
+            shape = (len(tokens) - self._window + 1,)
+            self._overlapping = np.ndarray(shape, dtype, np.ascontiguousarray(tokens), 0, (step,))
+        return self._overlapping
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_overlapping": None}
+
+    @property
+    def process_spec(self) -> FactorySpec | None:
+        """What maps the file anew, where the tokens are a file; else None: tokens in memory are shared by all workers."""
+        if type(self) is not TokenWindows or self._column.source is None:
+            return None
+        return FactorySpec(TokenWindows, self._column.source, self._window, self._stride)
+
+
+class _Column:
+    """One array, its dtype by torch's name, and how to find it again in another process."""
+
+    def __init__(self, held: tuple[Array, str], label: str) -> None:
+        self.array, self.dtype = held
+        if self.array.ndim == 0:
+            raise ConfigError(f"array {label} has no dimension, so it has no rows", option="arrays", value=label)
+        self._label = label
+        self.source = _mapped_source(self.array)
+        self.array = np.asarray(self.array)  # views of a memmap cost a microsecond more each
+        self._row_nbytes = self.array.nbytes // max(1, len(self.array))
+        self._is_joined = self.array.flags.c_contiguous
+
+    def __reduce__(self) -> Any:
+        return _column_of, (self.array if self.source is None else self.source, self.dtype, self._label)
+
+    def row(self, index: int) -> Any:
+        row = self.array[index]
+        if not dtypes.is_torch_only(self.dtype):
+            return row
+        from ringloader._collate import tensors
+
+        return tensors.from_array(np.asarray(row), self.dtype)
+
+    def write(self, places: Array, out: Array) -> None:
+        """Write rows into `out`."""
+        array = self.array
+        first = int(places[0])
+        if self._is_joined and int(places[-1]) - first == len(places) - 1 and (np.diff(places) == 1).all():
+            out[...] = array[first : first + len(places)]
+        elif self._is_joined and self._row_nbytes < _LARGE_ROW_NBYTES:
+            # Of an array that is not contiguous take() would copy all of it first. The places are checked: clip costs no check.
+            np.take(array, places, axis=0, out=out, mode="clip")
+        else:
+            for row, place in enumerate(places.tolist()):
+                out[row] = array[place]
+
+
+def _column_of(held: Array | FactorySpec, dtype: str, label: str) -> _Column:
+    return _Column((held.build() if isinstance(held, FactorySpec) else held, dtype), label)
+
+
+def _within(index: int, length: int) -> int:
+    if not -length <= index < length:
+        raise IndexError(f"index {index} of a dataset of {length} samples")
+    return index + length if index < 0 else index
+
+
+def _all_within(indices: Array, length: int) -> Array:
+    """Return the indices with those that count from the end as others. Raises IndexError."""
+    lowest, highest = int(indices.min()), int(indices.max())
+    for index in (lowest, highest):
+        _within(index, length)
+    return np.where(indices < 0, indices + length, indices) if lowest < 0 else indices
+
+
+def _open_arrays(given: tuple[Any, ...]) -> dict[str, Any] | list[Any]:
+    if len(given) == 1 and isinstance(given[0], (str, os.PathLike)):
+        folder = Path(given[0])
+        paths = sorted(folder.glob("*.npy"))
+        if not paths:
+            raise ConfigError(f"{folder} has no .npy files", option="arrays", value=str(folder))
+        return {path.stem: _open_file(str(path), None) for path in paths}
+    if len(given) == 1 and isinstance(given[0], Mapping):
+        named = dict(given[0])
+        if not named or not all(isinstance(name, str) for name in named):
+            raise ConfigError(f"arrays have the names {list(named)!r}; give texts", option="arrays", value=list(named))
+        return named
+    if not given:
+        raise ConfigError("no arrays were given; give one at least", option="arrays", value=())
+    return list(given)
+
+
+def _open_file(path: str, dtype: Any) -> Array:
+    try:
+        if dtype is None:
+            if not path.endswith(".npy"):
+                raise ConfigError(f"{path} is no .npy file; say by dtype= what its numbers are", option="dtype", value=None)
+            mapped: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+            return mapped
+        return np.memmap(path, dtype, "r")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be mapped: {error}", option="arrays", value=path) from error
+
+
+def _as_array(value: Any, label: str) -> tuple[Array, str]:
+    """Return an array over a value's memory and its dtype by torch's name."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        from ringloader._collate import tensors
+
+        return tensors.held_array(value, label)
+    if not isinstance(value, np.ndarray):
+        kind = type(value).__qualname__
+        raise ConfigError(f"array {label} is a {kind}; give arrays or CPU tensors", option="arrays", value=kind)
+    name = dtypes.name_of(value.dtype)
+    if name is None:
+        raise ConfigError(
+            f"array {label} has dtype {value.dtype}, which no tensor has; convert it with .astype",
+            option="arrays",
+            value=str(value.dtype),
+        )
+    return value, name
+
+
+def _mapped_source(array: Array) -> FactorySpec | None:
+    """Return what maps the same part of the same file anew, for an array that is a contiguous part of one."""
+    if not isinstance(array, np.memmap) or array.filename is None or not array.flags.c_contiguous or not array.size:
+        return None
+    mapping = getattr(array, "_mmap", None)
+    if mapping is None:
+        return None
+    # A slice says the offset of what it was cut from: its own follows from where it lies in the mapping.
+    mapped_from = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    start = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+    return FactorySpec(
+        _map_file, str(array.filename), array.dtype.str, mapped_from + start, [int(size) for size in array.shape]
+    )
+
+
+def _map_file(path: str, dtype: str, offset: int, shape: Sequence[int]) -> Array:
+    return np.memmap(path, dtype, "r", offset, tuple(shape))
