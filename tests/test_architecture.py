@@ -24,6 +24,7 @@ _LEVELS = {
     "arrays": 5,
     "samplers": 4,
     "_runtime": 5,
+    "progress": 6,
     "iterators": 6,
     "leases": 6,
     "loader": 7,

@@ -116,6 +116,14 @@ def test_readme_token_windows_run_as_they_stand(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
+def test_readme_resuming_runs_as_it_stands(tmp_path: Path) -> None:
+    """The snippet is a script of its own and asserts what it claims."""
+    (block,) = re.findall(r"^```python\n(import torch\nfrom ringloader import ArrayDataset.*?)^```", README, re.M | re.S)
+    (tmp_path / "resume.py").write_text(block)
+    done = subprocess.run([sys.executable, "resume.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
 def test_readme_options_table_is_the_signature_of_loader() -> None:
     """Every option is in the table and nothing else is, in order, with its default."""
     table = rows(section("Options").partition("`FaultPolicy`, a frozen")[0])

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ringloader._core.events import Keys
-from ringloader._core.session import Session
 from ringloader._runtime import lifetime
 from ringloader._runtime.cuda import Copy
 from ringloader._runtime.engine import Engine
-from ringloader._runtime.keys import KeySource
 from ringloader._runtime.options import Options
 from ringloader._runtime.wrapping import Arriving
 from ringloader.errors import ClosedError, LoaderError
+from ringloader.progress import Progress
 
 __all__ = ["DeviceIterator", "LoaderIterator"]
 
@@ -47,11 +46,13 @@ class LoaderIterator(Iterator[Any]):
 
     keeps = False
 
-    def __init__(self, loader: Owner, engine: Engine, session: Session, source: KeySource) -> None:
+    def __init__(self, loader: Owner, engine: Engine, progress: Progress) -> None:
+        assert progress.session is not None
         self._loader = loader
         self._engine = engine
-        self._session = session
-        self._source = source
+        self._progress = progress
+        self._session = progress.session
+        self._source = progress.source
         self._num_ahead = max(1, loader._options.num_workers) * loader._options.prefetch_factor
         if engine.backend.is_inline:
             self._num_ahead = 0  # nothing is made ahead on the caller's own time
@@ -61,7 +62,7 @@ class LoaderIterator(Iterator[Any]):
         self._num_noted = 0  # of the session's skipped keys
         self._inside: dict[str, int] = {}  # the thread that is inside `next`
         self._ahead: Any = None
-        engine.follow(self, session)
+        engine.follow(self, self._session)
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -89,6 +90,8 @@ class LoaderIterator(Iterator[Any]):
             # after.
             is_taken = True
             if self.keeps:
+                progress = self._progress
+                progress.kept = (*progress.kept, session.in_hand.batch_id)  # type: ignore[union-attr]
                 self._ahead = batch
             session.arrived = True
             return batch
@@ -114,7 +117,7 @@ class LoaderIterator(Iterator[Any]):
         """Pull the sampler up to what this call is due; return what the session has not got yet."""
         session, pulled = self._session, self._pulled
         num_delivered = session.num_delivered + (session.in_hand is not None and session.arrived)
-        target = num_delivered - self._num_kept() + 1 + self._num_ahead
+        target = num_delivered - len(self._progress.kept) + 1 + self._num_ahead
         while pulled and pulled[0][0] < session.num_submitted:
             pulled.pop(0)
         while not self._is_pulled and (batch_id := session.num_submitted + len(pulled)) < target:
@@ -130,10 +133,6 @@ class LoaderIterator(Iterator[Any]):
                 pulled.append((batch_id, keys))
         return pulled
 
-    def _num_kept(self) -> int:
-        """Batches that have arrived here and not yet gone on to the user."""
-        return 0
-
     def _note_skipped(self) -> None:
         """Tell the loader of each skipped key once, while the epoch runs: it may be abandoned."""
         keys = self._session.skipped[self._num_noted :]
@@ -141,7 +140,7 @@ class LoaderIterator(Iterator[Any]):
         self._loader._skipped += [key for key in keys if key not in self._loader._skipped]
 
     def _end(self) -> None:
-        self._is_over = True
+        self._is_over = self._progress.is_over = True
         self._note_skipped()
         self._engine.close_session(self._session)
         self._loader._ended(self._engine)
@@ -155,8 +154,8 @@ class DeviceIterator(LoaderIterator):
 
     keeps = True
 
-    def __init__(self, loader: Owner, engine: Engine, session: Session, source: KeySource) -> None:
-        super().__init__(loader, engine, session, source)
+    def __init__(self, loader: Owner, engine: Engine, progress: Progress) -> None:
+        super().__init__(loader, engine, progress)
         self._current: Arriving | None = None
         self._using: dict[str, int] = {}  # the thread that is inside `next`
 
@@ -181,6 +180,8 @@ class DeviceIterator(LoaderIterator):
             self._loader._note_copy(current.copy)
             value = current.value
             # From here to the return nothing is called: an interrupt comes before, and the batch is still there, or after.
+            progress = self._progress
+            progress.kept = progress.kept[1:]
             self._current = None
             return value
         finally:
@@ -196,8 +197,7 @@ class DeviceIterator(LoaderIterator):
             return  # told by the next call, if it lasts: there is a batch to hand over first
         if got is not None:
             self._loader._num_batches += 1
+            progress = self._progress
+            progress.kept = (*progress.kept, self._session.in_hand.batch_id)  # type: ignore[union-attr]
             self._ahead = got[0]
             self._session.arrived = True
-
-    def _num_kept(self) -> int:
-        return (self._current is not None) + (self._ahead is not None)

@@ -12,16 +12,19 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from ringloader._core.batching import EpochPlan
 from ringloader._core.policy import FaultPolicy
+from ringloader._core.state import State
 from ringloader._runtime import cuda, lifetime, options, sources, wrapping
 from ringloader._runtime.engine import Engine
 from ringloader._runtime.inline import InlinePool
-from ringloader._runtime.keys import KeySource, PlannedKeys, SampledKeys, num_sampled
+from ringloader._runtime.keys import num_sampled
 from ringloader._runtime.pool import ProcessPool
 from ringloader._runtime.ring import Ring
 from ringloader._runtime.worker_info import WorkerInfo
@@ -29,6 +32,7 @@ from ringloader._specs import main_module
 from ringloader.errors import ClosedError, ConfigError
 from ringloader.factory import FactorySpec
 from ringloader.iterators import DeviceIterator, LoaderIterator
+from ringloader.progress import Place, Progress, name_keys, order_of
 from ringloader.samplers import resolve_rank
 
 __all__ = ["Loader", "LoaderStats"]
@@ -124,6 +128,8 @@ class Loader:
         self._copies: deque[cuda.Copy] = deque()  # to the device, whose time is not known yet
         self._num_batches = 0
         self._skipped: list[object] = []
+        self._progress: Progress | None = None  # of the epoch begun last
+        self._resumed: State | None = None  # where the next one goes on
         self._say_sharding()
 
     # --- what torch's loader has too ------------------------------------------------------------------------------------
@@ -135,10 +141,8 @@ class Loader:
             self._num_opening += 1
         try:
             engine = self._running()
-            source = self._key_source(engine)
-            with self._engine_lock:
-                epoch, self._epoch = self._epoch, self._epoch + 1
-            session = engine.open_session(epoch, in_order=self._options.in_order)
+            progress = self._begin(engine)
+            progress.session = engine.open_session(progress.place.epoch, in_order=self._options.in_order)
         except ClosedError:
             lifetime.stay_if_exiting()
             raise
@@ -146,7 +150,8 @@ class Loader:
             with self._engine_lock:
                 self._num_opening -= 1
         kind = LoaderIterator if self._cuda_device is None else DeviceIterator
-        return kind(self, engine, session, source)
+        self._progress = progress
+        return kind(self, engine, progress)
 
     def __len__(self) -> int:
         """Batches per epoch on this rank. Raises TypeError when a sampler has no length."""
@@ -192,10 +197,59 @@ class Loader:
         """Number the next epoch; without it each `iter` counts on from the last."""
         if type(epoch) is not int or epoch < 0:
             raise ConfigError(f"epoch is {epoch!r}; give an int of at least 0", option="epoch", value=epoch)
+        if self._resumed is not None and self._resumed.epoch != epoch:
+            self._resumed = None
         self._epoch = epoch
         for sampler in (self._options.sampler, self._options.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been handed over of the epoch begun last, for `load_state_dict` of any rank, in this process or another.
+
+        Plain values, under 1 kB with our own order. A batch counts once `next` has returned it or raised its error.
+        """
+        self._check_open()
+        progress = self._progress
+        if self._resumed is not None:
+            place = Place.of(self._resumed)
+        else:
+            place = Place(self._epoch) if progress is None or progress.is_over else progress.here()
+        return State(
+            **self._identity(place.epoch),
+            epoch=place.epoch,
+            position=place.position,
+            above=list(place.above),
+            batch_size=self._options.batch_size or 1,
+            world_size=self._world_size,
+            sampler=place.sampler,
+            num_skipped=len(self._skipped),
+            skipped=name_keys(self._skipped),
+        ).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next `iter` go on where `state` was saved, with any number of workers, ranks or samples per batch.
+
+        Raises ConfigError for what is no state of this release or of another seed; the next `iter`, which knows the dataset,
+        for one of another dataset or order.
+        """
+        self._check_open()
+        saved = State.from_dict(state)
+        saved.check(size=saved.size, seed=self._options.seed, order=saved.order, fingerprint=saved.fingerprint)
+        saved.check_above(batch_size=self._options.batch_size or 1, world_size=self._world_size)
+        self.set_epoch(saved.epoch)
+        self._resumed = saved
+        self._skipped = [key for key in saved.skipped if key not in self._skipped] + self._skipped
+
+    def indices(self, epoch: int, batch: int) -> np.ndarray[Any, Any]:
+        """Return the keys of batch number `batch` of an epoch on this rank, `(batch_size,) int64`, without reading it.
+
+        Raises IndexError outside the epoch, ConfigError where a sampler decides.
+        """
+        plan = self._own_plan(epoch)
+        if plan is None:
+            raise ConfigError("indices() knows our own order alone; a sampler decides here", option="sampler", value=None)
+        return plan.batch(batch)[0]
 
     def stats(self) -> LoaderStats:
         """What has happened so far."""
@@ -321,21 +375,39 @@ class Loader:
                 self._past = self.stats()
                 self._engine = None
 
-    def _key_source(self, engine: Engine) -> KeySource:
-        opts = self._options
-        if opts.batch_sampler is None and opts.sampler is None:
-            return PlannedKeys(self._plan(self.dataset_size, self._epoch))
+    def _begin(self, engine: Engine) -> Progress:
+        """The next epoch, or the rest of one that was saved. Raises ConfigError for a state that does not fit."""
         engine.dataset_facts()
-        return SampledKeys(
-            opts.batch_sampler if opts.batch_sampler is not None else opts.sampler,
-            batch_size=opts.batch_size,
-            batched=opts.batch_sampler is not None,
-            drop_last=opts.drop_last,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
+        with self._engine_lock:
+            resumed, self._resumed = self._resumed, None
+            place = Place(self._epoch) if resumed is None else Place.of(resumed)
+            self._epoch = place.epoch + 1
+        try:
+            if resumed is not None:
+                resumed.check(**self._identity(resumed.epoch))
+            plan = self._own_plan(place.epoch, place.position)
+            return Progress(place, self._options, plan, self._rank, self._world_size)
+        except BaseException:
+            self._epoch, self._resumed = place.epoch, resumed  # as if it had not been called
+            raise
 
-    def _plan(self, size: int, epoch: int) -> EpochPlan:
+    def _own_plan(self, epoch: int, start: int = 0) -> EpochPlan | None:
+        """Our own order of an epoch, None where a sampler of the user's decides."""
+        if self._options.batch_sampler is not None or self._options.sampler is not None:
+            return None
+        return self._plan(self.dataset_size, epoch, start)
+
+    def _identity(self, epoch: int) -> dict[str, Any]:
+        """What a saved state must have in common with this loader."""
+        facts = self._running().dataset_facts()
+        return {
+            "size": facts["length"],
+            "seed": self._options.seed,
+            "order": order_of(self._options, self._own_plan(epoch)),
+            "fingerprint": facts["fingerprint"],
+        }
+
+    def _plan(self, size: int, epoch: int, start: int = 0) -> EpochPlan:
         opts = self._options
         return EpochPlan(
             size,
@@ -346,6 +418,7 @@ class Loader:
             epoch=epoch,
             rank=self._rank,
             world_size=self._world_size,
+            start=start,
         )
 
     def _say_sharding(self) -> None:

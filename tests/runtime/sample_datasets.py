@@ -132,3 +132,16 @@ class FailsAt(Numbers):
         if i == self.at:
             raise ValueError(f"no sample {i}")
         return self.make(i)
+
+
+class Slow(Numbers):
+    """Some samples take half a second."""
+
+    def __init__(self, size: int, slow: list[int]) -> None:
+        super().__init__(size)
+        self.slow = slow
+
+    def __getitem__(self, i: int) -> Any:
+        if i in self.slow:
+            time.sleep(0.5)
+        return self.make(i)

@@ -50,6 +50,15 @@ def build_dataset(settings: dict[str, Any], payload: list[int]) -> Any:
     return factory.unpickle_dataset(bytes(parts[0]), parts[1:])
 
 
+def describe(dataset: Any) -> dict[str, Any]:
+    """The facts of a dataset that the parent asks for: length (-1: none) and fingerprint ("": none)."""
+    fingerprint = getattr(dataset, "fingerprint", None)
+    return {
+        "length": len(dataset) if hasattr(dataset, "__len__") else -1,
+        "fingerprint": str(fingerprint()) if callable(fingerprint) else "",
+    }
+
+
 def check_built(dataset: Any) -> None:
     """Refuse what a factory built and no loader can read. Raises TypeError."""
     if not hasattr(dataset, "__getitem__"):

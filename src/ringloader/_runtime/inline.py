@@ -17,7 +17,7 @@ import numpy as np
 
 from ringloader._core import messages as msg
 from ringloader._core.events import WorkerBroken, WorkerExited, WorkerView
-from ringloader._runtime.building import check_built
+from ringloader._runtime.building import check_built, describe
 from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
 from ringloader._runtime.pool import Fact
 from ringloader._runtime.seeding import LateImports, Seeder, Undisturbed
@@ -99,11 +99,11 @@ class InlinePool:
                 catch=Exception,
                 defines_once=False,
             )
-            length = len(dataset) if hasattr(dataset, "__len__") else -1
+            facts = {**describe(dataset), "digests": {}}
         except Exception as error:
             stage = STAGES[2]
             return msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), format_traceback(error))
-        return msg.Ready(msg.PROTOCOL_VERSION, {"length": length, "fingerprint": "", "digests": {}})
+        return msg.Ready(msg.PROTOCOL_VERSION, facts)
 
     def _fill(self, fill: msg.Fill, segment: Segment | None) -> msg.FromWorker:
         filler = self._filler  # a signal handler in the user's code may close the loader meanwhile

@@ -7,7 +7,9 @@ until the next one is asked for, so an interrupt between pulling and passing on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,6 +23,9 @@ class KeySource(Protocol):
     """Gives the keys of batch after batch; None after the last."""
 
     def pull(self, batch_id: int) -> Keys | None: ...
+
+    def sampler_state(self, num_batches: int) -> Any:
+        """The user's sampler's own state after so many batches, None where it has none or is none."""
 
 
 class PlannedKeys:
@@ -36,18 +41,60 @@ class PlannedKeys:
         keys, position = self._plan.batch(batch_id)
         return Keys(keys.tobytes(), True, position)
 
+    def sampler_state(self, num_batches: int) -> Any:
+        return None
+
+
+class ExceptKeys:
+    """Another source without some of its batches: those that were handed over before a resumption."""
+
+    def __init__(self, source: KeySource, left_out: Sequence[int]) -> None:
+        self._source = source
+        self._left_out = sorted(left_out)
+        self._next = 0
+
+    def index(self, batch_id: int) -> int:
+        """The number that a batch has in the other source."""
+        for index in self._left_out:
+            batch_id += index <= batch_id
+        return batch_id
+
+    def pull(self, batch_id: int) -> Keys | None:
+        index = self.index(batch_id)
+        while self._next < index:
+            self._source.pull(self._next)  # a sampler is an iterator: what is left out has to be taken, too
+            self._next += 1
+        return self._source.pull(index)
+
+    def sampler_state(self, num_batches: int) -> Any:
+        return self._source.sampler_state(num_batches)
+
 
 class SampledKeys:
     """A user's sampler of single keys, or of whole batches when `batch_size` is None and `batched`.
 
     Draws of these batches are keyed by rank and number: the place of a key in a global order is not known. They count down from
-    -1, so that they never meet those of our own order.
+    -1, so that they never meet those of our own order. `first`: batches that were taken before a resumption. A sampler's own
+    state is noted after each batch until the next one but `num_ahead` is asked for.
     """
 
     def __init__(
-        self, sampler: Iterable[Any], *, batch_size: int | None, batched: bool, drop_last: bool, rank: int, world_size: int
+        self,
+        sampler: Iterable[Any],
+        *,
+        batch_size: int | None,
+        batched: bool,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        first: int = 0,
+        num_ahead: int = 0,
     ) -> None:
         self._iterator: Iterator[Any] = iter(sampler)
+        self._save = _find_save(sampler, self._iterator)
+        self._first = first
+        self._saved: OrderedDict[int, Any] = OrderedDict()
+        self._num_saved = num_ahead + 2
         self._batch_size = batch_size
         self._batched = batched
         self._drop_last = drop_last
@@ -71,6 +118,10 @@ class SampledKeys:
         except BaseException as error:
             self._failure = error
             raise
+        if self._save is not None and batch_id + 1 not in self._saved:
+            self._saved[batch_id + 1] = copy.deepcopy(self._save())
+            while len(self._saved) > self._num_saved:
+                self._saved.popitem(last=False)
         if not self._pulled or (self._drop_last and len(self._pulled) < wanted):
             return None
         return self._pack(batch_id)
@@ -81,7 +132,7 @@ class SampledKeys:
             raise ConfigError(
                 f"batch_sampler gave an empty batch at position {batch_id}", option="batch_sampler", value=batch_id
             )
-        position = -1 - (batch_id * self._world_size + self._rank)
+        position = -1 - ((self._first + batch_id) * self._world_size + self._rank)
         try:
             return pack_keys(keys, position)
         except (TypeError, ValueError) as error:
@@ -91,6 +142,23 @@ class SampledKeys:
                 option="batch_sampler" if self._batched else "sampler",
                 value=keys[:4],
             ) from None
+
+    def sampler_state(self, num_batches: int) -> Any:
+        return self._saved.get(num_batches)
+
+
+def _find_save(sampler: Any, iterator: Iterator[Any]) -> Callable[[], Any] | None:
+    """What gives the state of a sampler in the middle of an epoch: its iterator's method, or its own."""
+    for holder in (iterator, sampler):
+        if callable(getattr(holder, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
+            save: Callable[[], Any] = holder.state_dict  # type: ignore[union-attr]
+            return save
+    return None
+
+
+def discard(iterator: Iterator[Any], count: int) -> None:
+    """Take so many keys from an iterator, and forget them."""
+    deque(islice(iterator, count), maxlen=0)
 
 
 def num_sampled(sampler: Any, batch_size: int | None, *, batched: bool, drop_last: bool) -> int:

@@ -168,7 +168,15 @@ class _Worker:
 
 
 def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Filler, dict[str, object]]:
-    from ringloader._runtime.building import build_collator, build_dataset, check_built, import_target, prepare, run_init
+    from ringloader._runtime.building import (
+        build_collator,
+        build_dataset,
+        check_built,
+        describe,
+        import_target,
+        prepare,
+        run_init,
+    )
 
     settings: dict[str, Any] = setup.settings
     seeder = Seeder(settings["seed"])
@@ -185,12 +193,6 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     collator = build_collator(settings)
     page.stage(status.INIT)
     run_init(settings, setup.worker_id)
-    length = len(dataset) if hasattr(dataset, "__len__") else -1
-    fingerprint = getattr(dataset, "fingerprint", None)
-    facts = {
-        "length": length,
-        "fingerprint": str(fingerprint()) if callable(fingerprint) else "",
-        "digests": attribute_digests(dataset),
-    }
+    facts = {**describe(dataset), "digests": attribute_digests(dataset)}
     filler = Filler(dataset, collator, seeder, info, page, seed_per=settings["seed_per"])
     return filler, facts

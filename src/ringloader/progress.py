@@ -1,0 +1,131 @@
+"""How far the user is in an epoch, and an epoch that goes on from there.
+
+Owns what `state_dict` says: batches that were handed over, not those made ahead. Kept by the loader beyond the iterator, which
+may be dropped in mid-epoch. Must not change a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ringloader._core.batching import EpochPlan
+from ringloader._core.session import Session
+from ringloader._core.state import MAX_NAMED, State
+from ringloader._runtime.keys import ExceptKeys, KeySource, PlannedKeys, SampledKeys, discard
+from ringloader._runtime.options import Options
+
+__all__ = ["Place", "Progress", "name_keys", "order_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an epoch begins: at the beginning, or where a saved one was. `above` as in `State`."""
+
+    epoch: int
+    position: int = 0
+    above: tuple[int, ...] = ()
+    sampler: Any = None
+
+    @classmethod
+    def of(cls, state: State) -> Place:
+        """Return where a saved state was."""
+        return cls(state.epoch, state.position, tuple(state.above), state.sampler)
+
+
+class Progress:
+    """One epoch of one loader. `plan` is our own order, None where a sampler of the user's decides.
+
+    kept: numbers of the batches that have arrived at the iterator and not gone on to the user, oldest first.
+    """
+
+    def __init__(self, place: Place, options: Options, plan: EpochPlan | None, rank: int, world_size: int) -> None:
+        self.place = place
+        self.is_over = False
+        self.kept: tuple[int, ...] = ()
+        self.session: Session | None = None
+        self._plan = plan
+        self._world_size = world_size
+        self._options = options
+        self._unit = options.batch_size or 1
+        self.source = self._make_source(rank)
+
+    def _make_source(self, rank: int) -> KeySource:
+        source: KeySource = PlannedKeys(self._plan) if self._plan is not None else self._sampled(rank)
+        return ExceptKeys(source, self.place.above) if self.place.above else source
+
+    def _sampled(self, rank: int) -> SampledKeys:
+        place, opts = self.place, self._options
+        batched = opts.batch_sampler is not None
+        sampler = opts.batch_sampler if batched else opts.sampler
+        iterator: Iterable[Any] = sampler
+        if place.position and place.sampler is not None:
+            sampler.load_state_dict(place.sampler)
+        elif place.position:
+            iterator = _Rest(sampler, place.position)
+        return SampledKeys(
+            iterator,
+            batch_size=opts.batch_size,
+            batched=batched,
+            drop_last=opts.drop_last,
+            rank=rank,
+            world_size=self._world_size,
+            first=place.position if batched else place.position // self._unit,
+            num_ahead=max(1, opts.num_workers) * opts.prefetch_factor,
+        )
+
+    def here(self) -> Place:
+        """Where the user is: an epoch that begins there is the rest of this one."""
+        session, source = self.session, self.source
+        if self.is_over:
+            return Place(self.place.epoch + 1)
+        if session is None:
+            return self.place
+        missing = {*session.batches, *self.kept}
+        if session.in_hand is not None and not session.arrived:
+            missing.add(session.in_hand.batch_id)
+        first = min(missing, default=session.num_submitted)
+        index = source.index if isinstance(source, ExceptKeys) else int
+        watermark = index(first)
+        submitted = range(first, session.num_submitted)
+        done = {*self.place.above, *(index(batch_id) for batch_id in submitted if batch_id not in missing)}
+        while watermark in done:
+            watermark += 1  # what was left out of this epoch from its beginning
+        above = tuple(sorted(number - watermark for number in done if number > watermark))
+        # A sampler's state fits what comes next only where nothing is left out between.
+        state = source.sampler_state(watermark) if self._plan is None and not above else None
+        return Place(self.place.epoch, self._position(watermark), above, state)
+
+    def _position(self, num_batches: int) -> int:
+        start = self.place.position
+        if self._plan is None:
+            return start + num_batches * (1 if self._options.batch_sampler is not None else self._unit)
+        consumed = min(num_batches * self._unit, self._plan.num_samples)
+        return min(self._plan.size, start + self._world_size * consumed)
+
+
+class _Rest:
+    """A sampler without the keys that were taken from it before."""
+
+    def __init__(self, sampler: Iterable[Any], count: int) -> None:
+        self._sampler, self._count = sampler, count
+
+    def __iter__(self) -> Any:
+        iterator = iter(self._sampler)
+        discard(iterator, self._count)
+        return iterator
+
+
+def order_of(options: Options, plan: EpochPlan | None) -> str:
+    """What decides an epoch's order, and a digest of it where it is ours."""
+    if plan is None:
+        sampler = options.batch_sampler if options.batch_sampler is not None else options.sampler
+        return f"sampler {type(sampler).__qualname__}"
+    permutation = plan.permutation
+    return "sequential" if permutation is None else f"{permutation.algorithm} {permutation.digest()}"
+
+
+def name_keys(skipped: list[Any]) -> list[Any]:
+    """The last keys that were left out, as a state can carry them."""
+    return [key if isinstance(key, (int, str)) else repr(key) for key in skipped[-MAX_NAMED:]]
