@@ -39,7 +39,8 @@ class Asks:
     def __len__(self):
         return 4
     def __getitem__(self, index):
-        return torch.utils.data.get_worker_info() is None, get_worker_info().num_workers
+        theirs, ours = torch.utils.data.get_worker_info(), get_worker_info()
+        return theirs.id, theirs.num_workers, theirs.seed - ours.seed, theirs.dataset is self, ours.num_workers
 
 class Images:
     def __len__(self):
@@ -233,12 +234,13 @@ def test_readme_ranks_with_torchs_sampler_are_not_sharded_twice(
     assert "rank 1 of 2 reads its share of each epoch" in caplog.text
 
 
-def test_readme_worker_info_is_ours_alone(claims: str) -> None:
-    """In a worker torch's `get_worker_info` gives None, ours does not."""
-    with Loader(FactorySpec(f"{claims}:Asks"), batch_size=4, num_workers=1) as loader:
-        torch_has_none, num_workers = next(iter(loader))
-    assert torch_has_none.all()
-    assert num_workers.tolist() == [1] * 4
+def test_readme_worker_info_is_torchs_too(claims: str) -> None:
+    """In a worker torch's `get_worker_info` answers as ours does, with a seed of the worker's own."""
+    with Loader(FactorySpec(f"{claims}:Asks"), batch_size=2, num_workers=2) as loader:
+        for ids, theirs, offsets, is_own, ours in loader:
+            assert theirs.tolist() == ours.tolist() == [2, 2]
+            assert offsets.tolist() == ids.tolist()
+            assert is_own.all()
 
 
 def test_readme_collation_loses_memory_format_and_aliasing(claims: str) -> None:

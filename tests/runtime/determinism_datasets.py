@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ringloader import get_worker_info
 from tests.runtime.sample_datasets import first_time
 
 
@@ -89,3 +90,16 @@ class Deadly:
         if i in self.at and first_time(self.marks, str(i)):
             os.kill(os.getpid(), signal.SIGKILL)
         return self.dataset[i]
+
+
+class OwnDraws:
+    """Sample i draws three numbers from the generator that is its own, and looks for torch's worker info with torch late."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        draws = [int(info.rng.integers(1 << 40)) for _ in range(3)]
+        return np.array([i, *draws], np.int64)

@@ -151,3 +151,37 @@ def test_p16_torch_imported_by_a_sample_draws_seeded() -> None:
             values.add(tuple(torch.cat(list(loader)).tolist()))
     assert len(values) == 1
     assert len(set(values.pop())) > 1
+
+
+def test_rng_belongs_to_the_sample_whatever_the_batches_workers_and_ranks() -> None:
+    """`get_worker_info().rng` gives each sample of an epoch draws of its own, the same however it is read."""
+    found: list[dict[int, list[int]]] = []
+    ways: list[dict[str, Any]] = [
+        {"batch_size": 4},
+        {"batch_size": 5, "num_workers": 2},
+        {"batch_size": 3, "rank": 0, "world_size": 2},
+        {"batch_size": 24, "epoch": 1},
+    ]
+    for options in ways:
+        epoch = options.pop("epoch", 0)
+        draws: dict[int, list[int]] = {}
+        for rank in range(options.get("world_size", 1)):
+            ranks = {"rank": rank} if "rank" in options else {}
+            with Loader(FactorySpec(datasets.OwnDraws), shuffle=True, output="numpy", **{**options, **ranks}) as loader:
+                loader.set_epoch(epoch)
+                draws.update({int(row[0]): row[1:].tolist() for batch in loader for row in batch})
+        found.append(draws)
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(row) for draws in (found[0], found[3]) for row in draws.values()}) == 48
+
+
+def test_rng_with_a_sampler_depends_on_batch_and_place() -> None:
+    """Where no order of ours gives a position: still no two alike, and repeatable."""
+    runs = []
+    for num_workers in (0, 2):
+        with Loader(
+            FactorySpec(datasets.OwnDraws), batch_size=4, sampler=[5] * 8, num_workers=num_workers, output="numpy"
+        ) as loader:
+            runs.append([row[1:].tolist() for batch in loader for row in batch])
+    assert runs[0] == runs[1]
+    assert len(set(map(tuple, runs[0]))) == 8

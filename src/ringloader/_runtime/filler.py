@@ -139,6 +139,8 @@ class Filler:
 
     def _make(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None, began_ns: int) -> msg.FromWorker:
         self._set_epoch(fill.epoch)
+        info = self._info
+        info.batch_position, info.place = fill.position, 0
         self._seeder.for_position(fill.epoch, fill.position)
         self._page.stage(status.FETCHING)
         self._doing = "sample"
@@ -174,9 +176,9 @@ class Filler:
         page, dataset, serial = self._page, self._dataset, fill.serial
         # The page's words are written without a call: this runs for every sample.
         words, sample, cancel = page.words, status.SAMPLE_WORD, status.CANCEL_WORD
-        add = batch.add
+        add, info = batch.add, self._info
         for place, key in enumerate(keys):
-            words[sample] = place
+            words[sample] = info.place = place
             if words[cancel] == serial:
                 raise CancelledFill
             if self._seed_samples:

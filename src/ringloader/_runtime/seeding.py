@@ -12,7 +12,7 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
@@ -67,10 +67,13 @@ class Seeder:
 class LateImports:
     """Seeds numpy.random and torch the moment somebody imports them; for workers, and inline while dataset code runs.
 
+    `also`: what to call with other modules once they are imported.
+
     A finder and loader as sys.meta_path knows them. The abstract classes of importlib.abc would cost every worker a megabyte.
     """
 
-    def __init__(self, seeder: Seeder) -> None:
+    def __init__(self, seeder: Seeder, also: dict[str, Callable[[ModuleType], None]] | None = None) -> None:
+        self._also = also or {}
         self._seeder = seeder
         self._searching = False
         self._loaders: dict[str, Any] = {}
@@ -78,7 +81,7 @@ class LateImports:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _LATE or self._searching:
+        if (fullname not in _LATE and fullname not in self._also) or self._searching:
             return None
         self._searching = True
         try:
@@ -104,7 +107,10 @@ class LateImports:
             module.__spec__.loader = loader
         module.__loader__ = loader
         loader.exec_module(module)
-        self._seeder.seed_module(module.__name__, module)
+        if module.__name__ in self._also:
+            self._also[module.__name__](module)
+        else:
+            self._seeder.seed_module(module.__name__, module)
 
 
 # Generators to lend, which `Seeder` seeds before anybody draws: making one costs more than a small batch, saving and restoring

@@ -27,7 +27,7 @@ from ringloader._runtime.filler import Filler, format_traceback, safe_text, type
 from ringloader._runtime.pipe import BlockingPipe, Closed
 from ringloader._runtime.seeding import LateImports, Seeder
 from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
-from ringloader._runtime.worker_info import WorkerInfo, set_worker_info
+from ringloader._runtime.worker_info import TORCH_MODULE, WorkerInfo, set_worker_info, tell_torch
 from ringloader.errors import ProtocolError
 
 _PR_SET_PDEATHSIG = 1
@@ -182,17 +182,25 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     seeder = Seeder(settings["seed"])
     page.stage(status.IMPORTING)
     prepare(settings)
-    sys.meta_path.insert(0, LateImports(seeder))
+    sys.meta_path.insert(0, LateImports(seeder, {TORCH_MODULE: tell_torch}))
     info = WorkerInfo(setup.worker_id, settings["num_workers"], settings["seed"], settings["rank"], settings["world_size"])
     set_worker_info(info)
+    _tell_torch()  # the main script may have imported it already
     seeder.for_build()
     import_target(settings)
     page.stage(status.BUILDING)
     dataset = info.dataset = build_dataset(settings, payload)
     check_built(dataset)
+    _tell_torch()
     collator = build_collator(settings)
     page.stage(status.INIT)
     run_init(settings, setup.worker_id)
     facts = {**describe(dataset), "digests": attribute_digests(dataset)}
     filler = Filler(dataset, collator, seeder, info, page, seed_per=settings["seed_per"])
     return filler, facts
+
+
+def _tell_torch() -> None:
+    module = sys.modules.get(TORCH_MODULE)
+    if module is not None:
+        tell_torch(module)

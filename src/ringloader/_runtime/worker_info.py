@@ -1,12 +1,19 @@
 """What a dataset can ask about the worker it runs in.
 
-Owns the one `WorkerInfo` of this process (of this thread's batch, inline). Source: the meaning of the fields is torch's.
+Owns the one `WorkerInfo` of this process (of this thread's batch, inline), and torch's beside it in a worker that has torch:
+code written for DataLoader asks there. Source: the meaning of the fields is torch's. Must not import torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+
+from ringloader._runtime.seeding import draw_key
+
+TORCH_MODULE = "torch.utils.data._utils.worker"
 
 
 @dataclass(slots=True)
@@ -20,6 +27,27 @@ class WorkerInfo:
     world_size: int
     dataset: Any = None
     epoch: int = 0
+    # What `rng` is keyed by: the position of the batch's first sample in the epoch, and the place of the sample in the batch.
+    batch_position: int = field(default=-1, repr=False)
+    place: int = field(default=0, repr=False)
+    _rng: tuple[tuple[int, int, int], np.random.Generator] | None = field(default=None, repr=False)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Random numbers of this very sample: a function of seed, epoch and its position in the epoch's order alone.
+
+        The same whatever the batch size, the number of workers and of ranks; with a sampler of the user's, of batch and place.
+        Where samples are fetched or written together, that of the batch's first. Source: Philox4x64.
+        """
+        key = self.epoch, *self._sample()
+        if self._rng is None or self._rng[0] != key:
+            self._rng = key, np.random.Generator(np.random.Philox(key=draw_key(self.seed, *key)))
+        return self._rng[1]
+
+    def _sample(self) -> tuple[int, int]:
+        if self.batch_position >= 0:
+            return self.batch_position + self.place * self.world_size, 0
+        return self.batch_position, self.place + 1
 
 
 _current: WorkerInfo | None = None
@@ -33,3 +61,12 @@ def get_worker_info() -> WorkerInfo | None:
 def set_worker_info(info: WorkerInfo | None) -> None:
     global _current
     _current = info
+
+
+def tell_torch(module: Any) -> None:
+    """Have torch's own `get_worker_info` answer too, in a worker; `module` is `TORCH_MODULE`, far enough imported to know."""
+    info = _current
+    if info is not None and hasattr(module, "WorkerInfo"):
+        module._worker_info = module.WorkerInfo(
+            id=info.id, num_workers=info.num_workers, seed=info.seed + info.id, dataset=info.dataset
+        )
