@@ -157,6 +157,7 @@ class DeviceIterator(LoaderIterator):
     def __init__(self, loader: Owner, engine: Engine, progress: Progress) -> None:
         super().__init__(loader, engine, progress)
         self._current: Arriving | None = None
+        self._failure: LoaderError | None = None  # of looking ahead
         self._using: dict[str, int] = {}  # the thread that is inside `next`
 
     def __next__(self) -> Any:
@@ -167,10 +168,16 @@ class DeviceIterator(LoaderIterator):
                 "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
             )
         try:
+            if self._failure is not None and self._current is None and self._ahead is None:
+                failure, self._failure = self._failure, None
+                raise failure
+            self._engine.check_usable()
             if self._engine.ring.cuda.is_capturing():
                 raise LoaderError("a batch cannot be copied to the device while a graph is captured; call next before or after")
             if self._current is None and self._ahead is None:
+                self._engine.throttle()
                 super().__next__()
+            began_s = time.perf_counter()
             if self._current is None:
                 self._current, self._ahead = self._ahead, None
             if self._ahead is None:
@@ -178,6 +185,7 @@ class DeviceIterator(LoaderIterator):
             current = self._current
             current.copy.arrive()
             self._loader._note_copy(current.copy)
+            self._loader._wait_s += time.perf_counter() - began_s
             value = current.value
             # From here to the return nothing is called: an interrupt comes before, and the batch is still there, or after.
             progress = self._progress
@@ -189,12 +197,16 @@ class DeviceIterator(LoaderIterator):
 
     def _look_ahead(self) -> None:
         """Start the copy of the following batch, if it is ready."""
-        if self._is_over:
+        if self._is_over or self._failure is not None:
             return
         try:
+            self._engine.throttle()
             got = self._engine.try_next_batch(self._session, self._pull(), ended=self._is_pulled)
-        except LoaderError:
-            return  # told by the next call, if it lasts: there is a batch to hand over first
+        except LoaderError as error:
+            self._failure = error  # told by the next call: there is a batch to hand over first
+            return
+        if len(self._session.skipped) > self._num_noted:
+            self._note_skipped()
         if got is not None:
             self._loader._num_batches += 1
             progress = self._progress

@@ -125,6 +125,7 @@ class Loader:
         self._is_closed = False
         self._past = LoaderStats()  # of engines that are gone (persistent_workers=False)
         self._wait_s = self._copy_s = 0.0
+        self._owner_pid = os.getpid()
         self._copies: deque[cuda.Copy] = deque()  # to the device, whose time is not known yet
         self._num_batches = 0
         self._skipped: list[object] = []
@@ -359,11 +360,16 @@ class Loader:
         self._count_copies()
 
     def _count_copies(self) -> None:
-        while self._copies and not cuda.CUDA.is_capturing():
-            seconds = self._copies[0].seconds()
-            if seconds is None:
+        # Any thread may be here, several at once.
+        while self._copies and self._owner_pid == os.getpid() and not cuda.CUDA.is_capturing():
+            try:
+                copy = self._copies.popleft()
+            except IndexError:
                 return
-            self._copies.popleft()
+            seconds = copy.seconds()
+            if seconds is None:
+                self._copies.appendleft(copy)
+                return
             self._copy_s += seconds
 
     def _ended(self, engine: Engine) -> None:

@@ -64,6 +64,9 @@ class FakeCuda:
         self.capturing = False
         self.ignores_fences = False  # as if no events were recorded: to show that the checks can fail
         self.num_events = 0
+        self.num_device_copies = 0
+        self.full_at: tuple[int, ...] = ()  # which copies to the device find no memory there, counted from 1
+        self._copier = FakeCopier(self)
         self._local = threading.local()
         self._num_devices = num_devices
         self._fail_at = fail_at
@@ -131,7 +134,7 @@ class FakeCuda:
 
     def copier(self, device: str) -> FakeCopier:
         self.used = True
-        return FakeCopier(self)
+        return self._copier
 
     # --- for tests ------------------------------------------------------------------------------------------------------
 
@@ -176,15 +179,23 @@ class FakeCuda:
 
 
 class FakeCopier:
-    """Copies to a "device" that is host memory, when its stream runs."""
+    """Copies to a "device" that is host memory, when its stream runs, and that waits for the user's stream."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.stream = cuda.copy_stream
         self.alive: list[Any] = []
+        self.copies: list[FakeCopy] = []
 
     def start(self, build: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> tuple[Any, Copy]:
+        user_stream = self.cuda.current()
+        position = user_stream.num_queued
+        self.stream.work.append(lambda: user_stream.run(max(0, position - user_stream.num_done)))
+
         def copy(tensor: torch.Tensor) -> torch.Tensor:
+            self.cuda.num_device_copies += 1
+            if self.cuda.num_device_copies in self.cuda.full_at:
+                raise torch.OutOfMemoryError("CUDA out of memory")
             target = torch.full_like(tensor, 0)
             address, nbytes, goal = tensor.data_ptr(), tensor.nbytes, target.data_ptr()
 
@@ -199,7 +210,14 @@ class FakeCopier:
             self.alive.append(target)  # the device's memory outlives its tensor until the copy has run
             return target
 
-        return build(copy), FakeCopy(self, self.stream.num_queued)
+        value = build(copy)
+        self.copies.append(FakeCopy(self, self.stream.num_queued))
+        return value, self.copies[-1]
+
+    def throttle(self) -> None:
+        """The device works while the host waits."""
+        for copy in [copy for copy in self.copies if not copy.is_over()][:-1]:
+            copy.wait()
 
 
 class FakeCopy:
@@ -208,17 +226,20 @@ class FakeCopy:
     def __init__(self, copier: FakeCopier, position: int) -> None:
         self._copier, self._position = copier, position
 
+    def is_over(self) -> bool:
+        return self._copier.stream.num_done >= self._position
+
+    def wait(self) -> None:
+        stream = self._copier.stream
+        stream.run(max(0, self._position - stream.num_done))
+
     def arrive(self) -> None:
         """The current stream waits: whoever runs it has the copy done before."""
-        stream = self._copier.stream
-
-        def wait() -> None:
-            stream.run(max(0, self._position - stream.num_done))
-
-        self._copier.cuda.current().work.append(wait)
+        self._copier.cuda.calls.append(("arrive",))
+        self._copier.cuda.current().work.append(self.wait)
 
     def seconds(self) -> float | None:
-        return 0.001 if self._copier.stream.num_done >= self._position else None
+        return 0.001 if self.is_over() else None
 
 
 def is_mapped(address: int) -> bool:

@@ -16,10 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ringloader import ConfigError, FactorySpec, Loader, RingFullError, record_stream, release
+from ringloader import ClosedError, ConfigError, FactorySpec, Loader, RingFullError, record_stream, release
 from ringloader._core.session import pack_keys
 from ringloader._core.slots import SlotState
 from ringloader._runtime import cuda, lifetime, memory
+from ringloader._runtime.ring import Ring
 from tests.runtime.conftest import wait_until
 from tests.runtime.fake_cuda import FakeCuda, FakeStream, is_mapped
 from tests.runtime.sample_datasets import FailsAt, Nested, Numbers
@@ -217,6 +218,68 @@ def test_b14_three_abandoned_epochs_with_pinning_give_right_first_batches(make_f
             assert numbers_of(next(iter(loader))) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_interrupt_during_a_registration_leaves_nothing_registered(make_fake: Callable[..., FakeCuda], goes_on: bool) -> None:
+    """Ctrl-C while CUDA page-locks: whether the loader goes on or is closed, the mapping is unregistered before it goes."""
+    fake = make_fake()
+    register = fake.register
+
+    def interrupted(address: int, nbytes: int) -> None:
+        fake.register = register  # type: ignore[method-assign]
+        register(address, nbytes)
+        raise KeyboardInterrupt
+
+    fake.register = interrupted  # type: ignore[method-assign]
+    with Loader(_SPEC, batch_size=4, pin_memory=True) as loader:
+        iterator = iter(loader)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        if goes_on:
+            assert [number for batch in iterator for number in numbers_of(batch)] == list(range(48))
+    gc.collect()
+    fake.finish()
+    release(None)
+    assert fake.registered == {}
+    assert memory.PINNED.nbytes == 0
+
+
+def test_interrupt_of_a_sweep_does_not_end_sweeping(
+    make_fake: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one call left registered the next one undoes."""
+    fake = make_fake()
+    with Loader(_SPEC, batch_size=4, pin_memory=True) as loader:
+        kept = next(iter(loader))
+    del kept
+    linger = Ring.linger
+
+    def interrupted(ring: Ring) -> bool:
+        monkeypatch.setattr(Ring, "linger", linger)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ring, "linger", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        release(None)
+    release(None)
+    assert fake.registered == {}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_close_during_a_registration_is_a_closed_error(make_fake: Callable[..., FakeCuda], num_workers: int) -> None:
+    """A signal handler closes the loader while `next` page-locks: the error says so, and nothing is left."""
+    fake = make_fake()
+    register = fake.register
+    loader = Loader(_SPEC, batch_size=4, num_workers=num_workers, pin_memory=True)
+
+    def closing(address: int, nbytes: int) -> None:
+        register(address, nbytes)
+        loader.close()
+
+    fake.register = closing  # type: ignore[method-assign]
+    with pytest.raises(ClosedError):
+        list(loader)
+
+
 # --- reuse of slots ------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +358,52 @@ def test_record_stream_has_a_slot_wait_for_a_stream_nobody_knew(make_fake: Calla
     with pytest.raises(ConfigError, match="stream is 5; give a"):
         record_stream(None, 5)
     record_stream({"not": "ours"}, side)
+
+
+def test_record_stream_takes_views_of_a_batch(make_fake: Callable[..., FakeCuda]) -> None:
+    """A slice, a reshaped or a detached tensor name the slot as well as the batch does."""
+    fake = make_fake()
+    side = FakeStream(7)
+    views: list[Callable[[Any], Any]] = [lambda t: t[1:], lambda t: t.view(-1), lambda t: t.detach(), lambda t: t.numpy()]
+    for view in views:
+        with Loader(_SPEC, batch_size=4) as loader:
+            iterator = iter(loader)
+            rows, _ = next(iterator)
+            found = fake.copy_later(rows, side)
+            record_stream([view(rows)], side)
+            del rows, _
+            for _ in range(4):
+                next(iterator)
+            side.run()
+            _check_copies([([0, 1, 2, 3], found)])
+
+
+def test_release_in_an_interrupted_step_comes_back(make_fake: Callable[..., FakeCuda]) -> None:
+    """The tables are rebuilt while a released batch is still bound to a name: its slot is not taken for leased for ever."""
+    fake = make_fake()
+    with Loader(_SPEC, batch_size=4, num_workers=1) as loader:
+        iterator = iter(loader)
+        batch = next(iterator)
+        engine = loader._engine
+        assert engine is not None
+        pump = engine.pump
+        end_leases = pump._end_leases
+
+        def interrupted() -> None:
+            pump._end_leases = end_leases  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        pump._end_leases = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            release(batch)
+        pump.step(None)
+        del batch
+        for _ in iterator:
+            fake.default.run()
+        del _
+        pump.step(None)
+        assert SlotState.LEASED not in slot_states(loader)
+        assert engine.ring.leases == {}
 
 
 def test_nothing_is_called_while_a_graph_is_captured(make_fake: Callable[..., FakeCuda]) -> None:
@@ -457,6 +566,122 @@ def test_device_keeps_at_most_two_batches_of_its_own(make_fake: Callable[..., Fa
             assert number <= num_copied <= number + 1
         del batch
         fake.default.run()
+
+
+def test_device_that_lags_behind_holds_the_loop_back(make_fake: Callable[..., FakeCuda]) -> None:
+    """A loop that only queues work: copies under way, slots that wait for them and the ring stay few."""
+    fake = make_fake()
+    with Loader(FactorySpec(Numbers, 800, _WIDTH), batch_size=4, num_workers=1, device="cuda") as loader:
+        batch = None
+        for batch in loader:  # noqa: B007  # held as a training loop holds it
+            fake.default.work.append(lambda: None)  # a training step
+            under_way = [copy for copy in fake._copier.copies if not copy.is_over()]
+            assert len(under_way) <= 2
+            assert slot_states(loader).get(SlotState.PENDING, 0) <= 4
+        assert loader.stats().num_slots <= 12
+        del batch
+
+
+def test_device_without_memory_is_its_own_error_and_loses_nothing(make_fake: Callable[..., FakeCuda]) -> None:
+    """torch's OutOfMemoryError comes as it is; the batch is made again, and its slot waits for the leaf that was copied."""
+    fake = make_fake()
+    fake.full_at = (6,)
+    seen: list[int] = []
+    with Loader(_SPEC, batch_size=4, device="cuda") as loader:
+        iterator = iter(loader)
+        num_errors = 0
+        while True:
+            try:
+                for batch in iterator:
+                    fake.default.run()
+                    seen += numbers_of(batch)
+                break
+            except torch.OutOfMemoryError:
+                num_errors += 1
+                assert num_errors < 3
+        del batch
+    assert num_errors == 1
+    assert seen == list(range(48))
+
+
+def test_device_failure_ahead_is_told_with_its_cause(make_fake: Callable[..., FakeCuda]) -> None:
+    """pin_memory="require" fails while looking ahead: the batch in hand arrives, then the ConfigError."""
+    make_fake(fail_at=(2, 3, 4, 5))
+    with Loader(_SPEC, batch_size=4, num_workers=2, device="cuda", pin_memory="require") as loader:
+        iterator: Any = iter(loader)
+        assert len(next(iterator)[1]) == 4
+
+        def fails(*args: Any, **options: Any) -> None:
+            raise ConfigError("pin_memory='require', but no", option="pin_memory", value="require")
+
+        loader._engine.try_next_batch = fails  # type: ignore[union-attr,method-assign]
+        while iterator._failure is None:
+            next(iterator)
+        with pytest.raises(ConfigError, match="pin_memory='require'"):
+            next(iterator)
+
+
+def test_device_batch_after_close_is_a_closed_error(make_fake: Callable[..., FakeCuda]) -> None:
+    """As on the host, although one was copied ahead."""
+    make_fake()
+    loader = Loader(_SPEC, batch_size=4, num_workers=1, device="cuda")
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    with pytest.raises(ClosedError):
+        next(iterator)
+
+
+def test_device_copies_are_counted_by_several_threads_at_once(make_fake: Callable[..., FakeCuda]) -> None:
+    """Two consumers and `stats()`: no epoch ends with an error of the counting, no copy counts twice."""
+    fake = make_fake()
+    errors: list[BaseException] = []
+    with Loader(_SPEC, batch_size=4, num_workers=1, device="cuda") as loader:
+
+        def read() -> None:
+            try:
+                for _ in loader:
+                    fake.default.run()
+                    loader.stats()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        fake.default.run()
+        assert errors == []
+        assert loader.stats().copy_s == pytest.approx(36 * 0.001)
+
+
+def test_torch_errors_of_a_capture_elsewhere_mean_not_yet() -> None:
+    """A graph that another thread captures makes queries and marks fail: nothing is taken for over, and it is tried again."""
+    real = cuda.TorchCuda()
+
+    class Failing:
+        device = 0
+
+        def __init__(self, code: int) -> None:
+            self.code = code
+
+        def query(self) -> bool:
+            raise self._error()
+
+        def record(self, stream: Any) -> None:
+            raise self._error()
+
+        def _error(self) -> RuntimeError:
+            error = RuntimeError("CUDA error")
+            error.error_code = self.code  # type: ignore[attr-defined]
+            return error
+
+    assert not real.is_complete((0, Failing(900)))
+    assert real.is_complete((0, Failing(719)))
+    real._events = {0: [Failing(906)]}
+    with pytest.raises(cuda.CaptureError):
+        real.record(Failing(0))
 
 
 def test_device_pulls_the_sampler_by_the_number_of_next_calls(make_fake: Callable[..., FakeCuda]) -> None:

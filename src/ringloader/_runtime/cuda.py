@@ -22,7 +22,8 @@ _ERROR_NAMES = {
     713: "cudaErrorHostMemoryNotRegistered",
     801: "cudaErrorNotSupported",
 }
-_ALREADY_REGISTERED = 712
+# cudaErrorStreamCapture...: a graph is being captured, perhaps by another thread.
+_CAPTURE_ERRORS = range(900, 909)
 # Portable: page-locked for every device of the process, not only for the one that is current.
 _HOST_REGISTER_PORTABLE = 1
 
@@ -35,20 +36,30 @@ class CudaError(Exception):
     """A call of the runtime failed; the text is the error's name and number."""
 
 
+class CaptureError(Exception):
+    """A graph is being captured somewhere in the process: what was asked for is to be asked again later."""
+
+
 class Copy(Protocol):
     """A batch on its way to a device."""
 
     def arrive(self) -> None:
-        """Have the stream that is current now wait for the copy, and the memory outlive what that stream does with it."""
+        """Have the stream that is current now wait for the copy."""
 
     def seconds(self) -> float | None:
-        """How long the copy took on the device, to be asked until it answers once; None while it runs."""
+        """How long the copy took on the device; None while it runs."""
 
 
 class Copier(Protocol):
-    """Copies batches to one device on a stream of its own."""
+    """Copies batches to one device on a stream of its own, each after what the user's stream had to do before.
+
+    So a copy that is over tells that the device has come that far.
+    """
 
     stream: Stream
+
+    def throttle(self) -> None:
+        """Wait until at most one copy is under way. Memory on the device is bounded by this, and so is the ring."""
 
     def start(self, build: Callable[[Callable[[Tensor], Tensor]], Any]) -> tuple[Any, Copy]:
         """Call `build` with a function that copies one tensor; return what it gives, and its copy."""
@@ -100,6 +111,7 @@ class TorchCuda:
     def __init__(self) -> None:
         self._contexts: set[int] = set()  # devices known to have one: it stays
         self._events: dict[Any, list[Event]] = {}  # by device; an event belongs to the device that first recorded it
+        self._copiers: dict[int, TorchCopier] = {}
 
     def num_devices(self) -> int:
         torch = sys.modules.get("torch")
@@ -114,7 +126,7 @@ class TorchCuda:
 
     def register(self, address: int, nbytes: int) -> None:
         code = int(_torch().cuda.cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
-        if code and code != _ALREADY_REGISTERED:  # an interrupt may have come between a first call and the note of it
+        if code:
             self._consume_error()
             raise CudaError(f"{_ERROR_NAMES.get(code, 'CUDA error')} ({code})")
 
@@ -148,7 +160,7 @@ class TorchCuda:
         for device in range(cuda.device_count()):
             if device not in self._contexts and has_context(device):
                 self._contexts.add(device)
-        return [cuda.current_stream(device) for device in self._contexts]
+        return [cuda.current_stream(device) for device in list(self._contexts)]
 
     def identity(self, stream: Stream) -> Hashable:
         return (stream.device, stream.cuda_stream)
@@ -158,7 +170,9 @@ class TorchCuda:
         event = pool.pop() if pool else _torch().cuda.Event()
         try:
             event.record(stream)
-        except RuntimeError:
+        except RuntimeError as error:
+            if _is_of_capture(error):
+                raise CaptureError from None
             # The user destroyed the stream, and what it was doing may still run; or the context is broken.
             self._wait_for(stream.device)
             return None
@@ -175,8 +189,8 @@ class TorchCuda:
             return True
         try:
             return bool(event[1].query())
-        except RuntimeError:
-            return True  # the context is broken
+        except RuntimeError as error:
+            return not _is_of_capture(error)  # else the context is broken, and nothing is copied any more
 
     def recycle(self, event: Event) -> None:
         if event is not None:
@@ -185,39 +199,66 @@ class TorchCuda:
     def pinned_copy(self, tensor: Tensor) -> Tensor:
         if self.is_capturing():
             return tensor.clone()
-        return _torch().empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        try:
+            return _torch().empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        except RuntimeError:
+            return tensor.clone()  # no page-locked memory is left for it
 
     def copier(self, device: str) -> Copier:
-        return TorchCopier(device)
+        torch = _torch()
+        found = torch.device(device)
+        index = torch.cuda.current_device() if found.index is None else found.index
+        # One for the process: memory that was allocated for a stream stays with it.
+        return self._copiers.setdefault(index, TorchCopier(torch, index))
 
 
 class TorchCopier:
-    """Copies to one device of torch's."""
+    """Copies to one device of torch's.
 
-    def __init__(self, device: str) -> None:
-        self._torch = _torch()
-        self._device = self._torch.device(device)
-        if self._device.index is None:
-            self._device = self._torch.device("cuda", self._torch.cuda.current_device())
-        self.stream = self._torch.cuda.Stream(self._device)
+    The memory is allocated for the user's stream, which waits for the copy before it reads: freed, it can be used again at once
+    by what comes later on that stream. The copy waits for that stream in turn. What is given up before the user's stream waits
+    for it is kept here until the copy is over.
+    """
+
+    def __init__(self, torch: Any, index: int) -> None:
+        self._torch = torch
+        self._device = torch.device("cuda", index)
+        self.stream = torch.cuda.Stream(self._device)
+        self._running: list[_TorchCopy] = []
         self._spare: list[tuple[Event, Event]] = []
+        self._reached = torch.cuda.Event()  # by the user's stream, when a copy is started
 
     def start(self, build: Callable[[Callable[[Tensor], Tensor]], Any]) -> tuple[Any, Copy]:
-        tensors: list[Tensor] = []
+        torch, user_stream = self._torch, self._torch.cuda.current_stream(self._device)
+        began, ended = self._spare.pop() if self._spare else (self._event(), self._event())
+        copy = _TorchCopy(self, began, ended)
+        self._running = [other for other in self._running if not other.is_over()]
+        self._running.append(copy)
+        self._reached.record(user_stream)
+        self.stream.wait_event(self._reached)
+        began.record(self.stream)
 
-        def copy(tensor: Tensor) -> Tensor:
-            tensors.append(tensor.to(self._device, non_blocking=True))
-            return tensors[-1]
+        def copy_one(tensor: Tensor) -> Tensor:
+            with torch.cuda.stream(user_stream):
+                target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            copy.targets.append(target)
+            with torch.cuda.stream(self.stream):
+                target.copy_(tensor, non_blocking=True)
+            return target
 
-        with self._torch.cuda.stream(self.stream):
-            began, ended = self._spare.pop() if self._spare else self._events()
-            began.record(self.stream)
-            value = build(copy)
+        try:
+            return build(copy_one), copy
+        finally:
             ended.record(self.stream)
-        return value, _TorchCopy(self, tensors, began, ended)
+            copy.is_recorded = True
 
-    def _events(self) -> tuple[Event, Event]:
-        return self._torch.cuda.Event(enable_timing=True), self._torch.cuda.Event(enable_timing=True)
+    def throttle(self) -> None:
+        running = [copy for copy in self._running if copy.is_recorded and not copy.is_over()]
+        for copy in running[:-1]:
+            copy.wait()
+
+    def _event(self) -> Event:
+        return self._torch.cuda.Event(enable_timing=True)
 
     def current_stream(self) -> Stream:
         return self._torch.cuda.current_stream(self._device)
@@ -227,26 +268,42 @@ class TorchCopier:
 
 
 class _TorchCopy:
-    """The copy of one batch."""
+    """The copy of one batch. `targets`: its memory on the device, until the user's stream waits for it."""
 
-    def __init__(self, copier: TorchCopier, tensors: list[Tensor], began: Event, ended: Event) -> None:
-        self._copier, self._tensors = copier, tensors
-        self._began, self._ended = began, ended
+    def __init__(self, copier: TorchCopier, began: Event, ended: Event) -> None:
+        self.targets: list[Tensor] = []
+        self.is_recorded = False
+        self._copier = copier
+        self._events: tuple[Event, Event] | None = (began, ended)
+        self._took_s: float | None = None
 
     def arrive(self) -> None:
-        stream = self._copier.current_stream()
-        stream.wait_event(self._ended)
-        for tensor in self._tensors:
-            # The memory is of our stream: freed while the user's stream still reads it, it would be ours to write again.
-            tensor.record_stream(stream)
-        self._tensors = []
+        events = self._events
+        if events is not None:
+            self._copier.current_stream().wait_event(events[1])
+        self.targets = []
+
+    def is_over(self) -> bool:
+        events = self._events
+        return events is None or (self.is_recorded and bool(events[1].query()))
+
+    def wait(self) -> None:
+        events = self._events
+        if events is not None:
+            events[1].synchronize()
 
     def seconds(self) -> float | None:
-        if not self._ended.query():
-            return None
-        milliseconds: float = self._began.elapsed_time(self._ended)
-        self._copier.recycle(self._began, self._ended)
-        return milliseconds / 1e3
+        events = self._events
+        if events is not None and self.is_over():
+            self._took_s = events[0].elapsed_time(events[1]) / 1e3
+            self._events, self.targets = None, []
+            self._copier.recycle(*events)
+        return self._took_s
+
+
+def _is_of_capture(error: RuntimeError) -> bool:
+    code = getattr(error, "error_code", None)
+    return code in _CAPTURE_ERRORS or (code is None and "captur" in str(error).lower())
 
 
 def _torch() -> Any:

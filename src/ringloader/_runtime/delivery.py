@@ -17,6 +17,7 @@ from ringloader._core.events import SlotReleased
 from ringloader._core.layout import Layout, Placement
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Session
+from ringloader._core.slots import Slot, SlotEvent
 from ringloader._runtime import reports
 from ringloader._runtime.filler import MAX_LAYOUTS
 from ringloader._runtime.ring import Ring
@@ -53,6 +54,8 @@ class Delivery:
         assert filled is not None
         slot = self._scheduler.slots.by_id.get(batch.slot_id)
         root = _EMPTY if slot is None else self._ring.root(slot, filled.nbytes)
+        if self._wrap.streams:
+            return self._copy(session, batch, slot, root)
         try:
             value, leaves = self._wrap(*self._plan(filled), filled.inline, root)
         except Exception as error:
@@ -61,11 +64,34 @@ class Delivery:
                 self._scheduler.room.released(SlotReleased(slot.slot_id, slot.generation))
             return reports.rebuild_error(batch, error)
         if slot is not None:
-            self._ring.lend(slot, root, leaves, self._wrap.streams)
+            self._ring.lend(slot, root, leaves)
+        return self._delivered(session, batch, filled, value)
+
+    def _copy(self, session: Session, batch: Batch, slot: Slot | None, root: np.ndarray[Any, Any]) -> Any:
+        """Have a batch copied to a device. The slot is lent first: whatever fails, a copy of its first leaf may run already."""
+        filled = batch.filled
+        assert filled is not None
+        if slot is not None:
+            self._ring.lend(slot, root, [], self._wrap.streams)
+        try:
+            value, _ = self._wrap(*self._plan(filled), filled.inline, root)
+        except Exception as error:
+            # The device has no memory left, or worse. The batch is made again, in another slot, should the user go on.
+            if slot is not None:
+                self._scheduler.slots.apply(slot, SlotEvent.LEND)
+            session.wait(batch)
+            return error
+        return self._delivered(session, batch, filled, value)
+
+    def _delivered(self, session: Session, batch: Batch, filled: msg.Filled, value: Any) -> Any:
         self._scheduler.hand_over(session, batch)
         self.copied_nbytes += filled.copied_nbytes
         self.num_samples += filled.num_samples
         return (value,)
+
+    def throttle(self) -> None:
+        """Wait until the device can take more; outside the pump's lock."""
+        self._wrap.throttle()
 
     def _plan(self, filled: msg.Filled) -> tuple[Layout, Placement]:
         """Layout and placement of a batch, remembered by their bytes."""

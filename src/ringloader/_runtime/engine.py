@@ -58,7 +58,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the workers, if they are not started."""
-        self._check_usable()
+        self.check_usable()
         with self.pump.lock:
             if self.pump.thread is None and not self.backend.is_inline:
                 Watch(self.pump, self._is_over, lambda: self._shut(self._stop_s)).start()
@@ -101,7 +101,7 @@ class Engine:
 
         Raises StopIteration at the end, or the error that takes a batch's place. Batches handed in twice change nothing.
         """
-        self._check_usable()
+        self.check_usable()
         lifetime.sweep()
 
         def ask() -> Any:
@@ -119,7 +119,7 @@ class Engine:
 
     def try_next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> Any:
         """Hand in what the sampler gave; return the next batch as a 1-tuple if it can be had at once, else None."""
-        self._check_usable()
+        self.check_usable()
 
         def ask() -> Any:
             self._submit(session, batches, ended=ended)
@@ -138,9 +138,13 @@ class Engine:
             self.scheduler.submit(session.session_id, batch_id, keys)
         session.ended = session.ended or ended
 
+    def throttle(self) -> None:
+        """With a device: wait until it has come near enough that another copy may be started."""
+        self.delivery.throttle()
+
     def record_stream(self, leaf: Any, address: int, stream: Any) -> bool:
-        """Have the slot that handed out this very leaf wait for a stream, too; False when there is none."""
-        lease = None if self._is_foreign else self.ring.find_lease(address, leaf)
+        """Have the slot in which this leaf lies wait for a stream, too; False when there is none."""
+        lease = None if self._is_foreign else self.ring.find_lease(address)
         if lease is not None:
             lease.streams = (*lease.streams, stream)
         return lease is not None
@@ -199,7 +203,7 @@ class Engine:
 
     def _take(self, session: Session) -> Any:
         """Under the lock: the session's next batch as a 1-tuple, an exception, or None when it must be waited for."""
-        if self.scheduler.supervision.mismatch is not None:
+        if self.scheduler.supervision.mismatch is not None or self.pump.is_closed:
             return self._hopeless(session)
         batch = session.head()
         if batch is not None:
@@ -317,7 +321,8 @@ class Engine:
             os.close(wake_fd)
             pump.changed.ring()
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise ClosedError when nothing can be asked of this engine."""
         if self._is_foreign or os.getpid() != self.owner_pid:
             owner = self.owner_pid
             raise ClosedError(f"the loader belongs to process {owner}; make a new one in this process", owner_pid=owner)

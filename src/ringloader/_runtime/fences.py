@@ -2,7 +2,8 @@
 
 Owns the leases that have ended since CUDA is in use, until everything that was queued on the right streams before is done:
 the streams current when the batch was handed over, those current now, and those the user named. "Now" is later than the end of
-the lease, so it covers too much rather than too little. torch would keep track of copies only out of memory of its own.
+the lease, so it covers too much rather than too little; a lease whose streams are known for certain is `is_exact`. torch would
+keep track of copies only out of memory of its own.
 
 `add` may be called anywhere under the pump's lock, for it calls nothing; `advance` on the consumer's thread alone. A slot stays
 listed until `advance` has said that it is free, so an interrupt forgets none. Must not change a slot's state itself.
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from ringloader._runtime.cuda import Cuda, Event
+from ringloader._runtime.cuda import CaptureError, Cuda, Event, Stream
 
 Key = tuple[int, int]
 
@@ -63,7 +64,10 @@ class Fences:
         if not self.is_waiting or self._cuda.is_capturing():
             return []
         if self._unrecorded:
-            self._record()
+            try:
+                self._record()
+            except CaptureError:
+                return []  # on another thread, which `is_capturing` does not see
         done = [fence for fence in self._fences if all(map(self._cuda.is_complete, fence.events))]
         if not done:
             return []
@@ -73,10 +77,13 @@ class Fences:
         return list(chain.from_iterable(fence.leases for fence in done))
 
     def _record(self) -> None:
-        leases = dict(self._unrecorded)
-        streams = chain(self._cuda.streams(), *(lease.streams for lease in leases.values()))
-        distinct = {self._cuda.identity(stream): stream for stream in streams}
-        fence = _Fence([self._cuda.record(stream) for stream in distinct.values()], leases)
+        exact = {key: lease for key, lease in self._unrecorded.items() if lease.is_exact}
+        others = {key: lease for key, lease in self._unrecorded.items() if not lease.is_exact}
+        fences = [self._fence(leases, now) for leases, now in ((exact, []), (others, self._cuda.streams())) if leases]
         # An interrupt between the two leaves a lease in both: it is marked again, later, and its slot comes back once.
-        self._fences = [*self._fences, fence]
-        self._unrecorded = {key: lease for key, lease in self._unrecorded.items() if key not in leases}
+        self._fences = [*self._fences, *fences]
+        self._unrecorded = {key: lease for key, lease in self._unrecorded.items() if key not in exact and key not in others}
+
+    def _fence(self, leases: dict[Key, Any], streams: list[Stream]) -> _Fence:
+        distinct = {self._cuda.identity(s): s for s in chain(streams, *(lease.streams for lease in leases.values()))}
+        return _Fence([self._cuda.record(stream) for stream in distinct.values()], leases)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from ringloader._runtime import memory
 
 # How long workers may take to leave by themselves at interpreter exit.
 _EXIT_STOP_S = 0.3
+# How long, all told, for copies before registrations are left to the end of the process.
+_EXIT_WAIT_S = 1.0
 
 
 class Closable(Protocol):
@@ -36,12 +39,12 @@ class Lingering(Protocol):
 
     def linger(self) -> bool: ...
 
-    def leave(self) -> None: ...
+    def leave(self, deadline_s: float) -> None: ...
 
 
 ENGINES: weakref.WeakSet[Closable] = weakref.WeakSet()
 LINGERING: list[Lingering] = []  # rings that are closed and hold registrations
-_sweeping = threading.Lock()
+_sweeping = threading.RLock()
 _hook_is_registered = False
 _is_exiting = False
 
@@ -67,14 +70,12 @@ def stay_if_exiting() -> None:
 
 def sweep() -> None:
     """Undo the registrations of closed rings that nobody uses any more. Only on a thread that may call CUDA."""
-    if not LINGERING or not _sweeping.acquire(blocking=False):
+    if not LINGERING or _sweeping._is_owned():  # type: ignore[attr-defined]  # a signal handler in the midst of it
         return
-    try:
+    with _sweeping:
         for ring in list(LINGERING):
             if not ring.linger():
                 LINGERING.remove(ring)
-    finally:
-        _sweeping.release()
 
 
 def _close_all() -> None:
@@ -93,14 +94,15 @@ def _close_all() -> None:
             engine.close(_EXIT_STOP_S)  # no more threads to be had
     for closer in started:
         closer.join()
+    deadline_s = time.monotonic() + _EXIT_WAIT_S
     for ring in LINGERING:
-        ring.leave()  # here, not in a closer: the main thread's device is the user's
+        ring.leave(deadline_s)  # here, not in a closer: the main thread's device is the user's
     LINGERING.clear()
 
 
 def _disown_all() -> None:
     global _sweeping
-    _sweeping = threading.Lock()
+    _sweeping = threading.RLock()
     LINGERING.clear()
     memory.ACCOUNT.reset()
     memory.PINNED.reset()

@@ -6,7 +6,8 @@ that drops a segment asks here first: one that is registered, or about to be, is
 thread comes by again and nobody reads it any more.
 
 Who may die when: a process that ends takes its registrations with it. A registration that fails leaves its segment as it was.
-An interrupt after the call and before the note of it has the call made again, which CUDA answers with "already".
+An address is noted before it is registered: after an interrupt in between nobody knows whether it is, so it is unregistered
+first, which does no harm where it was not.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Pins:
         self._cuda = cuda
         self._is_required = mode == "require"
         self._marked: set[int] = set()  # segments that are registered or about to be
-        self._addresses: dict[int, int] = {}  # of registered segments
+        self._addresses: dict[int, int] = {}  # of segments that may be registered
+        self._registered: set[int] = set()
+        self._charged: set[int] = set()  # segments that are in the account of page-locked bytes
         self._refused: set[int] = set()
         self._has_warned = False
         # Two consumers register one after the other: neither hands over a batch before its segment is settled. Re-entrant only
@@ -54,7 +57,7 @@ class Pins:
 
     def is_settled(self, segment_id: int) -> bool:
         """Batches out of this segment can be handed over: it is registered, or will not be."""
-        return not self.is_on or segment_id in self._addresses or segment_id in self._refused
+        return not self.is_on or segment_id in self._registered or segment_id in self._refused
 
     def holds(self, segment_id: int) -> bool:
         """The segment must not be unmapped before `unregister`. Any thread."""
@@ -83,23 +86,26 @@ class Pins:
 
     def _register(self, segment_id: int, segment: Segment) -> str | None:
         """Register one segment; return why not, if not."""
-        refusal = memory.PINNED.take(segment.nbytes)
-        if refusal is not None:
-            return refusal
+        if segment_id not in self._charged:
+            refusal = memory.PINNED.take(segment.nbytes)
+            if refusal is not None:
+                return refusal
+            self._charged.add(segment_id)
         began_s = time.monotonic()
         address = int(np.frombuffer(segment.mapping, np.uint8, 1).ctypes.data)
+        if segment_id in self._addresses:
+            self._cuda.unregister(address)
+        self._addresses[segment_id] = address
         try:
             self._cuda.register(address, segment.nbytes)
         except CudaError as error:
-            memory.PINNED.give_back(segment.nbytes)
+            del self._addresses[segment_id]
+            self._give_back(segment_id, segment)
             return (
                 f"cudaHostRegister of {in_words(segment.nbytes)} failed: {error}; what is exhausted is page-locked memory of "
-                "the host, not the GPU's (ulimit -l, or a limit of the container or of WSL)"
+                "the host, not the GPU's (a limit of the driver, of the container or of WSL)"
             )
-        except BaseException:
-            memory.PINNED.give_back(segment.nbytes)
-            raise
-        self._addresses[segment_id] = address
+        self._registered.add(segment_id)
         self.nbytes += segment.nbytes
         took_s = time.monotonic() - began_s
         level = logging.INFO if took_s >= _SLOW_S else logging.DEBUG
@@ -118,7 +124,7 @@ class Pins:
             logger.warning(
                 "pin_memory: %s; %d slots of the ring are page-locked, %d are not, and batches in those are delivered unpinned",
                 reason,
-                count(self._addresses),
+                count(self._registered),
                 count(self._refused),
             )
 
@@ -128,10 +134,17 @@ class Pins:
         if address is not None:
             self._cuda.unregister(address)
             del self._addresses[segment_id]
+        if segment_id in self._registered:
+            self._registered.discard(segment_id)
             self.nbytes -= segment.nbytes
-            memory.PINNED.give_back(segment.nbytes)
+        self._give_back(segment_id, segment)
         self._marked.discard(segment_id)
         self._refused.discard(segment_id)
+
+    def _give_back(self, segment_id: int, segment: Segment) -> None:
+        if segment_id in self._charged:
+            self._charged.discard(segment_id)
+            memory.PINNED.give_back(segment.nbytes)
 
     def forget(self, segment_id: int) -> None:
         """A segment that was never registered is gone."""

@@ -291,7 +291,7 @@ class Pump:
     def repair(self) -> None:
         """An exception broke into a change of state: start again from facts. Held: the lock."""
         self.backend.kill_all()
-        alive = self.ring.alive()
+        alive = self.ring.alive() - {lease.key for lease in self.ring.ended}
         while self.ring.ended:
             lease = self.ring.ended[0]
             if self.ring.fences.needs(lease):

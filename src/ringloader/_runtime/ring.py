@@ -31,24 +31,25 @@ from ringloader.errors import InternalError
 
 # What RINGLOADER_DEBUG=1 fills a free slot with: a batch read after its release shows it.
 MARKER = 0xAB
-# How long the end of the interpreter waits for copies before it leaves a registration to the end of the process.
-_EXIT_WAIT_S = 1.0
+# How often the end of the interpreter looks whether copies are over.
 _EXIT_LOOK_S = 0.001
 
 
 class Lease(weakref.ref):  # type: ignore[type-arg]
     """Weak reference to a slot's root array; knows the slot, its generation and the leaves that were handed out.
 
-    `key`: (slot id, generation). `streams`: what copies out of the slot may be queued on, as far as is known.
+    `key`: (slot id, generation). `streams`: what copies out of the slot may be queued on, as far as is known; `is_exact`: there
+    are no others.
     """
 
-    __slots__ = ("key", "leaves", "nbytes", "segment_id", "streams")
+    __slots__ = ("is_exact", "key", "leaves", "nbytes", "segment_id", "streams")
 
     key: Key
     segment_id: int
     nbytes: int
     leaves: list[weakref.ref[Any]]
     streams: tuple[Stream, ...]
+    is_exact: bool
 
 
 class Ring:
@@ -165,9 +166,8 @@ class Ring:
         self.sweep()
         return bool(self.retired)
 
-    def leave(self) -> None:
+    def leave(self, deadline_s: float) -> None:
         """The interpreter ends: wait a little for copies, then undo every registration that no copy needs."""
-        deadline_s = time.monotonic() + _EXIT_WAIT_S
         for lease in list(self.leases.values()):
             self.fences.add(lease)  # still held, but by nobody who will copy any more
         while self.fences.is_waiting and not self.cuda.is_capturing() and time.monotonic() < deadline_s:
@@ -189,6 +189,7 @@ class Ring:
         lease = Lease(root, self.ended.append)
         lease.key, lease.segment_id, lease.nbytes = (slot.slot_id, slot.generation), slot.segment_id, root.nbytes
         lease.leaves = [weakref.ref(leaf) for leaf in leaves]
+        lease.is_exact = bool(streams)
         lease.streams = streams or (tuple(self.cuda.streams()) if self.cuda.is_active() else ())
         self.leases[lease.key] = lease
 
@@ -219,12 +220,12 @@ class Ring:
         num_copied = len(self.fences.leases())
         return [*found, f"{num_copied} by copies to a device that are not known to be over"] if num_copied else found
 
-    def find_lease(self, address: int, leaf: object) -> Lease | None:
-        """Return the lease that handed out this very leaf, whose memory begins at `address`."""
+    def find_lease(self, address: int, leaf: object = None) -> Lease | None:
+        """Return the lease over the slot in which `address` lies; with `leaf`, only if it handed out that very object."""
         for lease in list(self.leases.values()):
             root = lease()
             if root is not None and root.ctypes.data <= address < root.ctypes.data + max(root.nbytes, 1):
-                return lease if any(ref() is leaf for ref in lease.leaves) else None
+                return lease if leaf is None or any(ref() is leaf for ref in lease.leaves) else None
         return None
 
     def close(self) -> None:

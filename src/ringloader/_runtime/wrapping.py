@@ -20,6 +20,9 @@ class Wrap(Protocol):
 
     streams: tuple[Stream, ...]
 
+    def throttle(self) -> None:
+        """Wait until the device can take more."""
+
     def __call__(
         self, layout: Layout, placement: Placement, inline: bytes, root: np.ndarray[Any, Any]
     ) -> tuple[Any, list[Any]]:
@@ -42,6 +45,9 @@ class HostWrap:
 
             self._wrap = wrap
             self._extra = () if copy is None else (copy,)
+
+    def throttle(self) -> None:
+        """Nothing is on its way."""
 
     def __call__(
         self, layout: Layout, placement: Placement, inline: bytes, root: np.ndarray[Any, Any]
@@ -66,6 +72,9 @@ class DeviceWrap:
         self.streams: tuple[Stream, ...] = (copier.stream,)
         self._copier = copier
         self._wrap_copied = wrap_copied
+
+    def throttle(self) -> None:
+        self._copier.throttle()
 
     def __call__(
         self, layout: Layout, placement: Placement, inline: bytes, root: np.ndarray[Any, Any]
