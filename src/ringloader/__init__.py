@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ringloader.factory import FactorySpec
     from ringloader.leases import record_stream, release
     from ringloader.loader import Loader, LoaderStats
-    from ringloader.samplers import DistributedSampler, RandomSampler, SequentialSampler
+    from ringloader.samplers import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedSampler
 
 __version__ = "0.1.0"
 
@@ -58,13 +58,14 @@ _MODULES = {
     "factory": ("FactorySpec",),
     "leases": ("record_stream", "release"),
     "loader": ("Loader", "LoaderStats"),
-    "samplers": ("DistributedSampler", "RandomSampler", "SequentialSampler"),
+    "samplers": ("BatchSampler", "DistributedSampler", "RandomSampler", "SequentialSampler", "WeightedSampler"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "ArrayDataset",
     "ArraySpec",
+    "BatchSampler",
     "ClosedError",
     "ConfigError",
     "Dataset",
@@ -84,6 +85,7 @@ __all__ = [
     "SampleError",
     "SequentialSampler",
     "TokenWindows",
+    "WeightedSampler",
     "WorkerError",
     "WorkerInfo",
     "dataset",

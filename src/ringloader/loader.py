@@ -33,7 +33,7 @@ from ringloader.errors import ClosedError, ConfigError
 from ringloader.factory import FactorySpec
 from ringloader.iterators import DeviceIterator, LoaderIterator
 from ringloader.progress import Place, Progress, name_keys, order_of
-from ringloader.samplers import resolve_rank
+from ringloader.samplers import follow_epoch, resolve_rank, set_epoch
 
 __all__ = ["Loader", "LoaderStats"]
 
@@ -202,8 +202,7 @@ class Loader:
             self._resumed = None
         self._epoch = epoch
         for sampler in (self._options.sampler, self._options.batch_sampler):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            set_epoch(sampler, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been handed over of the epoch begun last, for `load_state_dict` of any rank, in this process or another.
@@ -391,6 +390,8 @@ class Loader:
         try:
             if resumed is not None:
                 resumed.check(**self._identity(resumed.epoch))
+            for sampler in (self._options.sampler, self._options.batch_sampler):
+                follow_epoch(sampler, place.epoch)
             plan = self._own_plan(place.epoch, place.position)
             return Progress(place, self._options, plan, self._rank, self._world_size)
         except BaseException:

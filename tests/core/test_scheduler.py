@@ -9,7 +9,7 @@ import pytest
 from tests.core.simulation import Simulation
 
 # Rare orders of events need many schedules; about a millisecond each.
-_NUM_SCHEDULES = int(os.environ.get("RINGLOADER_SCHEDULES", "20000"))
+_NUM_SCHEDULES = int(os.environ.get("RINGLOADER_SCHEDULES", "10000"))
 _NUM_BLOCKS = 10
 
 

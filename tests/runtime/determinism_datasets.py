@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import signal
@@ -11,6 +12,15 @@ import numpy as np
 
 from ringloader import get_worker_info
 from tests.runtime.sample_datasets import first_time
+
+
+def digest(loader: Any, epochs: int = 2) -> str:
+    """SHA-256 over the bytes of all batches of some epochs."""
+    found = hashlib.sha256()
+    for _ in range(epochs):
+        for batch in loader:
+            found.update(np.ascontiguousarray(np.asarray(batch)).tobytes())
+    return found.hexdigest()
 
 
 class Draws:

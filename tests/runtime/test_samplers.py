@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ import pytest
 from ringloader._core.batching import EpochPlan
 from ringloader._core.permutation import Permutation
 from ringloader.errors import ConfigError
-from ringloader.samplers import DistributedSampler, RandomSampler, SequentialSampler, resolve_rank
+from ringloader.loader import Loader
+from ringloader.samplers import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedSampler,
+    resolve_rank,
+)
 
 SRC = pathlib.Path(__file__).parents[2] / "src"
 
@@ -111,3 +120,145 @@ def test_resolve_rank_finds_an_initialised_process_group(tmp_path: pathlib.Path)
     environment = {**os.environ, "PYTHONPATH": str(SRC), "RANK": "1", "WORLD_SIZE": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.split("\n")[:2] == ["(1, 2)", "(0, 1)"], done.stderr
+
+
+def test_random_sampler_of_more_samples_than_there_are_goes_round_again() -> None:
+    """num_samples without replacement: whole permutations, other ones each, and a part of the last; each epoch anew."""
+    sampler = RandomSampler(10, seed=2, num_samples=25)
+    order = sampler.sample_indices().tolist()
+    assert len(sampler) == len(order) == 25
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert order[:10] != order[10:20]
+    assert len(set(order[20:])) == 5
+    assert [part.tolist() for part in sampler.batches(7)] == [order[:7], order[7:14], order[14:21], order[21:]]
+    assert RandomSampler(10, seed=2, num_samples=4).sample_indices().tolist() == order[:4]
+
+
+def test_random_sampler_with_replacement_is_uniform_and_the_same_in_parts() -> None:
+    """Chi-square over ten values; any part of the order is that part of the whole."""
+    sampler = RandomSampler(10, seed=1, replacement=True, num_samples=100_000)
+    whole = sampler.sample_indices()
+    counts = np.bincount(whole, minlength=10)
+    assert ((counts - 10_000) ** 2 / 10_000).sum() < 28  # one in a thousand, and the seed is fixed
+    assert sampler._order(0)(4321, 4331).tolist() == whole[4321:4331].tolist()
+    sampler.set_epoch(1)
+    assert sampler.sample_indices().tolist() != whole.tolist()
+
+
+def test_weighted_sampler_draws_as_its_weights_say() -> None:
+    """With replacement by chi-square; weight 0 never comes; parts are parts of the whole."""
+    weights = [0.0, 1.0, 2.0, 0.0, 5.0, 0.0]
+    sampler = WeightedSampler(weights, 80_000, seed=3)
+    whole = sampler.sample_indices()
+    counts = np.bincount(whole, minlength=6)
+    expected = np.array(weights) * 10_000
+    assert counts[expected == 0].sum() == 0
+    assert ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum() < 14
+    assert sampler._order(0)(777, 780).tolist() == whole[777:780].tolist()
+
+
+def test_weighted_sampler_without_replacement_prefers_the_heavy_and_repeats_none() -> None:
+    """The first drawn follows the weights, over many epochs."""
+    sampler = WeightedSampler([1.0, 0.0, 3.0], 2, replacement=False)
+    firsts = []
+    for epoch in range(2000):
+        sampler.set_epoch(epoch)
+        order = sampler.sample_indices().tolist()
+        assert sorted(order) == [0, 2]
+        firsts.append(order[0])
+    assert 1400 < firsts.count(2) < 1600
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 30])
+@pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 23])
+def test_distributed_sampler_that_keeps_gives_each_sample_once(world_size: int, size: int) -> None:
+    """uneven="keep": nothing repeated, nothing dropped, lengths differ by one at most."""
+    parts = [list(DistributedSampler(size, world_size, rank, uneven="keep")) for rank in range(world_size)]
+    assert sorted(index for part in parts for index in part) == list(range(size))
+    lengths = {len(part) for part in parts}
+    assert max(lengths) - min(lengths) <= 1
+    assert [len(DistributedSampler(size, world_size, rank, uneven="keep")) for rank in range(world_size)] == list(
+        map(len, parts)
+    )
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batch_sampler_is_torchs(drop_last: bool) -> None:
+    """The same lists and the same length."""
+    data = pytest.importorskip("torch.utils.data")
+    for size in range(12):
+        ours = BatchSampler(SequentialSampler(size), 4, drop_last)
+        theirs = data.BatchSampler(range(size), 4, drop_last)
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: WeightedSampler([1.0, float("nan")]), r"weights\[1\] is nan"),
+        (lambda: WeightedSampler([1.0, -2.0]), r"weights\[1\] is -2.0"),
+        (lambda: WeightedSampler([float("inf")]), r"weights\[0\] is inf"),
+        (lambda: WeightedSampler([0.0, 0.0]), "weights are all 0"),
+        (lambda: WeightedSampler([[1.0]]), "weights has shape"),
+        (lambda: WeightedSampler([1.0, 0.0], 2, replacement=False), "only 1 weights are above 0"),
+        (lambda: WeightedSampler([1.0], -1), "num_samples is -1"),
+        (lambda: RandomSampler(0, num_samples=3), "size is 0, so there is nothing to draw from"),
+        (lambda: RandomSampler(3, num_samples=-2), "num_samples is -2"),
+        (lambda: RandomSampler(3, seed=-1), "seed is -1"),
+        (lambda: BatchSampler([1], 0), "batch_size is 0"),
+        (lambda: list(RandomSampler(3).batches(True)), "batch_size is True"),
+        (lambda: DistributedSampler(3, 2, 0, uneven="drop"), "uneven is 'drop'"),
+        (lambda: DistributedSampler(3, 2, 0, drop_last=True, uneven="keep"), "drops what uneven='keep' keeps"),
+    ],
+)
+def test_samplers_refuse_what_cannot_be(make: Callable[[], object], match: str) -> None:
+    """By option and value, when they are made."""
+    with pytest.raises(ConfigError, match=match):
+        make()
+
+
+def test_sampler_read_twice_by_hand_without_set_epoch_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The same order again is what people forget; a sampler without chance does not mind."""
+    sampler = RandomSampler(5)
+    for _ in range(3):
+        list(sampler)
+    assert caplog.text.count("RandomSampler is read a second time in epoch 0") == 1
+    other = DistributedSampler(5, 1, 0)
+    for epoch in range(3):
+        other.set_epoch(epoch)
+        list(other)
+    for _ in range(2):
+        list(SequentialSampler(3))
+    assert caplog.text.count("read a second time") == 1
+
+
+def test_loader_numbers_the_epochs_of_our_samplers_unless_the_user_does(caplog: pytest.LogCaptureFixture) -> None:
+    """Another order each epoch without a word; the user's own set_epoch counts, also inside a BatchSampler."""
+
+    def order(epoch: int) -> list[int]:
+        indices: list[int] = RandomSampler(20, seed=1)._order(epoch)(0, 20).tolist()
+        return indices
+
+    with Loader(range(20), batch_size=20, sampler=RandomSampler(20, seed=1)) as loader:
+        assert [next(iter(loader)).tolist() for _ in range(3)] == [order(0), order(1), order(2)]
+        loader.set_epoch(7)
+        assert [next(iter(loader)).tolist() for _ in range(2)] == [order(7), order(8)]
+    batched = BatchSampler(RandomSampler(20, seed=1), 20)
+    with Loader(range(20), batch_sampler=batched) as loader:
+        assert [next(iter(loader)).tolist() for _ in range(2)] == [order(0), order(1)]
+        batched.set_epoch(5)
+        assert [next(iter(loader)).tolist() for _ in range(2)] == [order(5), order(5)]
+        loader.set_epoch(9)
+        assert [next(iter(loader)).tolist() for _ in range(2)] == [order(9), order(10)]
+    assert caplog.text.count("read a second time in epoch 5") == 1
+
+
+def test_sampler_keeps_the_epoch_of_its_iteration() -> None:
+    """set_epoch in the midst of an iteration is for the next one, also before its first element."""
+    sampler = RandomSampler(50_000, seed=1)
+    first = iter(sampler)
+    sampler.set_epoch(1)
+    second = iter(sampler)
+    assert list(first) == RandomSampler(50_000, seed=1)._order(0)(0, 50_000).tolist()
+    assert list(second) == RandomSampler(50_000, seed=1)._order(1)(0, 50_000).tolist()
