@@ -6,6 +6,7 @@ memory go once, into one segment that all workers share. Must not import torch.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import sys
@@ -28,6 +29,8 @@ Array = np.ndarray[Any, Any]
 # From this size on a row is copied by itself, at the speed of memcpy; smaller ones are gathered in one call.
 _LARGE_ROW_NBYTES = 4096
 _GATHER_NBYTES = 128 << 10
+# Rows that a fingerprint looks at, and the state of a loader with it.
+_NUM_PRINTED = 8
 
 
 class ArrayDataset(Dataset):
@@ -71,6 +74,10 @@ class ArrayDataset(Dataset):
         places = _all_within(indices, self._length)
         for column, target in zip(self._columns, out if self._names is None else out.values(), strict=True):
             column.write(places, target)
+
+    def fingerprint(self) -> str:
+        """Return what tells these arrays from others: their dtypes, shapes and a few rows."""
+        return _fingerprint(self._columns)
 
     @property
     def process_spec(self) -> FactorySpec | None:
@@ -161,6 +168,10 @@ class TokenWindows(Dataset):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_overlapping": None}
 
+    def fingerprint(self) -> str:
+        """Return what tells these windows from others."""
+        return f"{_fingerprint([self._column])} {self._window} {self._stride}"
+
     @property
     def process_spec(self) -> FactorySpec | None:
         """What maps the file anew, where the tokens are a file; else None: tokens in memory are shared by all workers."""
@@ -180,10 +191,12 @@ class _Column:
         self.source = _mapped_source(self.array)
         self.array = np.asarray(self.array)  # views of a memmap cost a microsecond more each
         self._row_nbytes = self.array.nbytes // max(1, len(self.array))
-        self._is_joined = self.array.flags.c_contiguous
+        self._is_joined = self.array.flags.c_contiguous and self.array.flags.aligned
 
     def __reduce__(self) -> Any:
-        return _column_of, (self.array if self.source is None else self.source, self.dtype, self._label)
+        # Contiguous arrays travel once for all workers; others would be copied into the pickle.
+        held = np.ascontiguousarray(self.array) if self.source is None else self.source
+        return _column_of, (held, self.dtype, self._label)
 
     def row(self, index: int) -> Any:
         row = self.array[index]
@@ -205,6 +218,16 @@ class _Column:
         else:
             for row, place in enumerate(places.tolist()):
                 out[row] = array[place]
+
+
+def _fingerprint(columns: Sequence[_Column]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for column in columns:
+        array = column.array
+        found.update(f"{column.dtype} {array.shape} ".encode())
+        for index in range(_NUM_PRINTED if len(array) else 0):
+            found.update(np.ascontiguousarray(array[index * (len(array) - 1) // (_NUM_PRINTED - 1)]).tobytes()[:4096])
+    return found.hexdigest()
 
 
 def _column_of(held: Array | FactorySpec, dtype: str, label: str) -> _Column:
@@ -244,13 +267,17 @@ def _open_arrays(given: tuple[Any, ...]) -> dict[str, Any] | list[Any]:
 
 def _open_file(path: str, dtype: Any) -> Array:
     try:
-        if dtype is None:
-            if not path.endswith(".npy"):
-                raise ConfigError(f"{path} is no .npy file; say by dtype= what its numbers are", option="dtype", value=None)
+        if path.endswith(".npy"):
             mapped: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if dtype is not None and mapped.dtype != np.dtype(dtype):
+                raise ConfigError(f"{path} holds {mapped.dtype}, not {dtype}; leave dtype out", option="dtype", value=dtype)
             return mapped
-        return np.memmap(path, dtype, "r")
-    except (OSError, ValueError) as error:
+        if dtype is None:
+            raise ConfigError(f"{path} is no .npy file; say by dtype= what its numbers are", option="dtype", value=None)
+        return np.memmap(path, np.dtype(dtype), "r")
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path} cannot be mapped: {error}", option="arrays", value=path) from error
 
 
@@ -261,7 +288,7 @@ def _as_array(value: Any, label: str) -> tuple[Array, str]:
         from ringloader._collate import tensors
 
         return tensors.held_array(value, label)
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
         kind = type(value).__qualname__
         raise ConfigError(f"array {label} is a {kind}; give arrays or CPU tensors", option="arrays", value=kind)
     name = dtypes.name_of(value.dtype)
@@ -276,7 +303,10 @@ def _as_array(value: Any, label: str) -> tuple[Array, str]:
 
 def _mapped_source(array: Array) -> FactorySpec | None:
     """Return what maps the same part of the same file anew, for an array that is a contiguous part of one."""
-    if not isinstance(array, np.memmap) or array.filename is None or not array.flags.c_contiguous or not array.size:
+    if not isinstance(array, np.memmap) or array.filename is None or not array.size:
+        return None
+    is_c, is_f = array.flags.c_contiguous, array.flags.f_contiguous
+    if array.mode == "c" or not (is_c or is_f):  # what was written to a private mapping is not in its file
         return None
     mapping = getattr(array, "_mmap", None)
     if mapping is None:
@@ -284,10 +314,9 @@ def _mapped_source(array: Array) -> FactorySpec | None:
     # A slice says the offset of what it was cut from: its own follows from where it lies in the mapping.
     mapped_from = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     start = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
-    return FactorySpec(
-        _map_file, str(array.filename), array.dtype.str, mapped_from + start, [int(size) for size in array.shape]
-    )
+    shape = [int(size) for size in array.shape]
+    return FactorySpec(_map_file, str(array.filename), array.dtype.str, mapped_from + start, shape, "C" if is_c else "F")
 
 
-def _map_file(path: str, dtype: str, offset: int, shape: Sequence[int]) -> Array:
-    return np.memmap(path, dtype, "r", offset, tuple(shape))
+def _map_file(path: str, dtype: str, offset: int, shape: Sequence[int], order: str) -> Array:
+    return np.memmap(path, dtype, "r", offset, tuple(shape), order)  # type: ignore[call-overload,no-any-return]

@@ -93,7 +93,14 @@ def _as_spec(given: FactorySpec | Mapping[str, Any] | None) -> FactorySpec | Non
             option="process_spec",
             value=given,
         )
-    return FactorySpec(given["factory"], *given.get("args", ()), **given.get("kwargs", {}))
+    args, kwargs = given.get("args", ()), given.get("kwargs", {})
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs, Mapping):
+        raise ConfigError(
+            f"process_spec has args={args!r:.100} and kwargs={kwargs!r:.100}; give a list and a mapping",
+            option="process_spec",
+            value=given,
+        )
+    return FactorySpec(given["factory"], *args, **kwargs)
 
 
 class FunctionDataset:

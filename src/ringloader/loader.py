@@ -32,7 +32,7 @@ from ringloader._specs import main_module
 from ringloader.errors import ClosedError, ConfigError
 from ringloader.factory import FactorySpec
 from ringloader.iterators import DeviceIterator, LoaderIterator
-from ringloader.progress import Place, Progress, name_keys, order_of
+from ringloader.progress import Place, Progress, name_keys, order_of, own_state
 from ringloader.samplers import follow_epoch, resolve_rank, set_epoch
 
 __all__ = ["Loader", "LoaderStats"]
@@ -129,6 +129,8 @@ class Loader:
         self._copies: deque[cuda.Copy] = deque()  # to the device, whose time is not known yet
         self._num_batches = 0
         self._skipped: list[object] = []
+        self._num_forgotten = 0  # skipped before a resumption, and not named
+        self._facts: dict[str, Any] | None = None  # of the dataset
         self._progress: Progress | None = None  # of the epoch begun last
         self._resumed: State | None = None  # where the next one goes on
         self._say_sharding()
@@ -142,8 +144,13 @@ class Loader:
             self._num_opening += 1
         try:
             engine = self._running()
+            resumed = self._resumed
             progress = self._begin(engine)
-            progress.session = engine.open_session(progress.place.epoch, in_order=self._options.in_order)
+            try:
+                progress.session = engine.open_session(progress.place.epoch, in_order=self._options.in_order)
+            except BaseException:
+                self._epoch, self._resumed = progress.place.epoch, resumed  # as if it had not been called
+                raise
         except ClosedError:
             lifetime.stay_if_exiting()
             raise
@@ -196,8 +203,8 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch; without it each `iter` counts on from the last."""
-        if type(epoch) is not int or epoch < 0:
-            raise ConfigError(f"epoch is {epoch!r}; give an int of at least 0", option="epoch", value=epoch)
+        if type(epoch) is not int or not 0 <= epoch < 1 << 63:
+            raise ConfigError(f"epoch is {epoch!r}; give an int from 0 to 2**63 - 1", option="epoch", value=epoch)
         if self._resumed is not None and self._resumed.epoch != epoch:
             self._resumed = None
         self._epoch = epoch
@@ -209,21 +216,23 @@ class Loader:
 
         Plain values, under 1 kB with our own order. A batch counts once `next` has returned it or raised its error.
         """
-        self._check_open()
         progress = self._progress
         if self._resumed is not None:
-            place = Place.of(self._resumed)
+            return self._resumed.to_dict()
+        if progress is None or progress.is_over:
+            place = Place(self._epoch, sampler=own_state(self._options))
         else:
-            place = Place(self._epoch) if progress is None or progress.is_over else progress.here()
+            place = progress.here()
         return State(
             **self._identity(place.epoch),
             epoch=place.epoch,
             position=place.position,
             above=list(place.above),
             batch_size=self._options.batch_size or 1,
+            rank=self._rank if place.above else -1,
             world_size=self._world_size,
             sampler=place.sampler,
-            num_skipped=len(self._skipped),
+            num_skipped=len(self._skipped) + self._num_forgotten,
             skipped=name_keys(self._skipped),
         ).to_dict()
 
@@ -236,10 +245,13 @@ class Loader:
         self._check_open()
         saved = State.from_dict(state)
         saved.check(size=saved.size, seed=self._options.seed, order=saved.order, fingerprint=saved.fingerprint)
-        saved.check_above(batch_size=self._options.batch_size or 1, world_size=self._world_size)
+        opts = self._options
+        sampled = opts.sampler is not None or opts.batch_sampler is not None
+        saved.check_ranks(batch_size=opts.batch_size or 1, rank=self._rank, world_size=self._world_size, sampled=sampled)
         self.set_epoch(saved.epoch)
         self._resumed = saved
-        self._skipped = [key for key in saved.skipped if key not in self._skipped] + self._skipped
+        self._skipped = list(saved.skipped)
+        self._num_forgotten = max(0, saved.num_skipped - len(saved.skipped))
 
     def indices(self, epoch: int, batch: int) -> np.ndarray[Any, Any]:
         """Return the keys of batch number `batch` of an epoch on this rank, `(batch_size,) int64`, without reading it.
@@ -382,7 +394,7 @@ class Loader:
 
     def _begin(self, engine: Engine) -> Progress:
         """The next epoch, or the rest of one that was saved. Raises ConfigError for a state that does not fit."""
-        engine.dataset_facts()
+        self._facts = engine.dataset_facts()
         with self._engine_lock:
             resumed, self._resumed = self._resumed, None
             place = Place(self._epoch) if resumed is None else Place.of(resumed)
@@ -406,12 +418,14 @@ class Loader:
 
     def _identity(self, epoch: int) -> dict[str, Any]:
         """What a saved state must have in common with this loader."""
-        facts = self._running().dataset_facts()
+        if self._facts is None:
+            self._check_open()
+            self._facts = self._running().dataset_facts()
         return {
-            "size": facts["length"],
+            "size": self._facts["length"],
             "seed": self._options.seed,
-            "order": order_of(self._options, self._own_plan(epoch)),
-            "fingerprint": facts["fingerprint"],
+            "order": order_of(self._options, self._own_plan(epoch), epoch),
+            "fingerprint": self._facts["fingerprint"],
         }
 
     def _plan(self, size: int, epoch: int, start: int = 0) -> EpochPlan:

@@ -6,6 +6,7 @@ may be dropped in mid-epoch. Must not change a session.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,15 @@ from typing import Any
 from ringloader._core.batching import EpochPlan
 from ringloader._core.session import Session
 from ringloader._core.state import MAX_NAMED, State
-from ringloader._runtime.keys import ExceptKeys, KeySource, PlannedKeys, SampledKeys, discard
+from ringloader._runtime.keys import EXHAUSTED, ExceptKeys, KeySource, PlannedKeys, SampledKeys, discard
 from ringloader._runtime.options import Options
+from ringloader.errors import ConfigError
+from ringloader.samplers import describe
 
-__all__ = ["Place", "Progress", "name_keys", "order_of"]
+__all__ = ["Place", "Progress", "name_keys", "order_of", "own_state"]
+
+# Of a key that was left out as much as tells it from others.
+_MAX_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,16 @@ class Progress:
         batched = opts.batch_sampler is not None
         sampler = opts.batch_sampler if batched else opts.sampler
         iterator: Iterable[Any] = sampler
-        if place.position and place.sampler is not None:
+        if place.sampler == EXHAUSTED:
+            iterator = _Exhausted()
+        elif place.sampler is not None:
+            if not callable(getattr(sampler, "load_state_dict", None)):
+                kind = type(sampler).__qualname__
+                raise ConfigError(
+                    f"the state has a sampler's own state, and this loader's, a {kind}, has no load_state_dict",
+                    option="state",
+                    value=kind,
+                )
             sampler.load_state_dict(place.sampler)
         elif place.position:
             iterator = _Rest(sampler, place.position)
@@ -105,6 +120,19 @@ class Progress:
         return min(self._plan.size, start + self._world_size * consumed)
 
 
+class _Exhausted:
+    """A sampler that gives no more in this epoch, as its saved state says."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def state_dict(self) -> Any:
+        return EXHAUSTED
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing is to be loaded."""
+
+
 class _Rest:
     """A sampler without the keys that were taken from it before."""
 
@@ -117,15 +145,24 @@ class _Rest:
         return iterator
 
 
-def order_of(options: Options, plan: EpochPlan | None) -> str:
+def order_of(options: Options, plan: EpochPlan | None, epoch: int) -> str:
     """What decides an epoch's order, and a digest of it where it is ours."""
     if plan is None:
-        sampler = options.batch_sampler if options.batch_sampler is not None else options.sampler
-        return f"sampler {type(sampler).__qualname__}"
+        if options.batch_sampler is not None:
+            return f"batch_sampler {describe(options.batch_sampler, epoch)}"
+        return f"sampler {describe(options.sampler, epoch)}"
     permutation = plan.permutation
     return "sequential" if permutation is None else f"{permutation.algorithm} {permutation.digest()}"
 
 
 def name_keys(skipped: list[Any]) -> list[Any]:
     """The last keys that were left out, as a state can carry them."""
-    return [key if isinstance(key, (int, str)) else repr(key) for key in skipped[-MAX_NAMED:]]
+    return [key if type(key) is int else str(key)[:_MAX_NAME] for key in skipped[-MAX_NAMED:]]
+
+
+def own_state(options: Options) -> Any:
+    """The user's sampler's own state between two epochs, None where it has none."""
+    sampler = options.batch_sampler if options.batch_sampler is not None else options.sampler
+    if callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None)):
+        return copy.deepcopy(sampler.state_dict())
+    return None

@@ -63,6 +63,10 @@ class _Sampler:
             self._is_users = False
             self._read_epoch = -1
 
+    def describe(self, epoch: int) -> str:
+        """What decides the order of an epoch that a loader gives this number."""
+        return f"{type(self).__name__} of {len(self)} seed {self.seed} epoch {self.epoch if self._is_users else epoch}"
+
     def __len__(self) -> int:
         raise NotImplementedError
 
@@ -313,6 +317,13 @@ def follow_epoch(sampler: Any, epoch: int) -> None:
     """Tell a sampler of ours the number of a loader's epoch; others are left to their users."""
     if isinstance(sampler, (_Sampler, BatchSampler)):
         sampler.follow_epoch(epoch)
+
+
+def describe(sampler: Any, epoch: int) -> str:
+    """What decides the order that a sampler gives to an epoch of a loader, as far as that can be told."""
+    if isinstance(sampler, BatchSampler):
+        return f"{type(sampler).__qualname__} over {describe(sampler.sampler, epoch)}"
+    return sampler.describe(epoch) if isinstance(sampler, _Sampler) else type(sampler).__qualname__
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:

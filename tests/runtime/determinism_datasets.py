@@ -113,3 +113,20 @@ class OwnDraws:
         assert info is not None
         draws = [int(info.rng.integers(1 << 40)) for _ in range(3)]
         return np.array([i, *draws], np.int64)
+
+
+class DrawsThenFails:
+    """Sample 0 draws; sample 1 fails if it is bad."""
+
+    def __init__(self, bad: bool) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        if i and self.bad:
+            raise ValueError("bad")
+        return int(info.rng.integers(1 << 40))

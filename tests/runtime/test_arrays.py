@@ -297,6 +297,105 @@ def test_array_spec_takes_dtypes_of_numpy_and_torch_and_refuses_others() -> None
             ArraySpec(shape, dtype)
 
 
+@pytest.mark.parametrize("kind", ["Changed", "Fewer", "Wrapped"])
+def test_class_that_reads_in_another_way_is_read_that_way(kind: str) -> None:
+    """A subclass with its own samples or length, a wrapper that passes the rest on: whole batches would go past them."""
+    held = getattr(writing, kind)(np.arange(8.0))
+    with Loader(held, batch_size=4) as loader:
+        found = [value for batch in loader for value in batch[0].tolist()]
+    assert found == [held[i][0] for i in range(len(held))]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_write_batch_that_keeps_out_and_fails_harms_no_other_batch(num_workers: int) -> None:
+    """The kept view is found behind the exception, too; a worker that holds one is replaced, and its view ends with it."""
+    with Loader(FactorySpec(writing.KeepsAndFails, 40), batch_size=4, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        with pytest.raises(LayoutError, match="write_batch kept an array of `out`"):
+            next(iterator)
+        assert [(batch[0] == number).all().item() for number, batch in enumerate(iterator, 1)] == [True] * 9
+        assert loader.stats().num_restarts == 1
+
+
+def test_write_batch_that_puts_another_array_in_its_place_is_refused() -> None:
+    """What it wrote would be lost, and the slot delivered as it was."""
+    with Loader(writing.Replaces(8), batch_size=4) as loader, pytest.raises(LayoutError, match="put another array into"):
+        next(iter(loader))
+
+
+def test_batch_spec_is_asked_anew_in_each_epoch() -> None:
+    """A dataset whose resolution grows with set_epoch."""
+    with Loader(FactorySpec(writing.Grows, 8), batch_size=4, num_workers=1) as loader:
+        shapes = [[tuple(batch[0].shape) for batch in loader] for _ in range(3)]
+    assert shapes == [[(4, 2)] * 2, [(4, 3)] * 2, [(4, 4)] * 2]
+
+
+def test_what_write_batch_leaves_out_shows_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RINGLOADER_DEBUG=1: bytes 0xAB instead of another batch's."""
+    monkeypatch.setenv("RINGLOADER_DEBUG", "1")
+    with Loader(writing.WritesLittle(8), batch_size=4) as loader:
+        for batch in loader:
+            assert batch[0][0, 0] == 1
+            assert (batch[0][1:].view(torch.uint8) == 0xAB).all()
+
+
+def test_array_spec_is_no_value_of_a_batch() -> None:
+    """Out of a collate_fn it would be memory that nobody has written."""
+    with (
+        Loader(range(4), batch_size=2, collate_fn=lambda samples: {"a": ArraySpec((4,), "int64")}) as loader,
+        pytest.raises(LayoutError, match=r"is of type .*ArraySpec"),
+    ):
+        next(iter(loader))
+
+
+def test_private_mappings_and_odd_files_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Changes to a copy-on-write mapping reach workers; Fortran order is mapped, too; a wrong dtype for a .npy is refused."""
+    np.arange(100, dtype=np.float32).tofile(tmp_path / "flat")
+    private = np.memmap(tmp_path / "flat", np.float32, "c", 0, (10, 10))
+    private[...] = -1
+    held = ArrayDataset(private)
+    assert held.process_spec is None
+    with Loader(held, batch_size=10, num_workers=1) as loader:
+        assert (next(iter(loader))[0] == -1).all()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    np.save(folder / "x.npy", np.asfortranarray(np.arange(12.0).reshape(4, 3)))
+    mapped = ArrayDataset(folder)
+    assert mapped.process_spec is not None
+    assert mapped.process_spec.build()[2]["x"].tolist() == [6, 7, 8]
+    (folder / "y.npy").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"y\.npy cannot be mapped"):
+        ArrayDataset(folder)
+    np.save(tmp_path / "tokens.npy", np.arange(50))
+    assert len(TokenWindows(tmp_path / "tokens.npy", 4, dtype=np.int64)) == 46
+    with pytest.raises(ConfigError, match="holds int64, not uint16; leave dtype out"):
+        TokenWindows(tmp_path / "tokens.npy", 4, dtype="uint16")
+    with pytest.raises(ConfigError, match="cannot be mapped"):
+        TokenWindows(str(tmp_path / "flat"), 4, dtype="nonsense")
+
+
+def test_strided_arrays_travel_once_and_not_inside_the_pickle() -> None:
+    """Every second row of an array goes out of band like any other."""
+    base = np.zeros((4000, 100))
+    buffers: list[Any] = []
+    body = pickle.dumps(ArrayDataset(base[::2]), protocol=5, buffer_callback=buffers.append)
+    assert len(body) < 2000
+    assert sum(buffer.raw().nbytes for buffer in buffers) == base.nbytes // 2
+
+
+def test_masked_arrays_and_impossible_specs_are_refused() -> None:
+    """A mask would be lost; a shape of no ints, or of more bytes than there are."""
+    with pytest.raises(ConfigError, match="array 0 is a MaskedArray"):
+        ArrayDataset(np.ma.masked_array([1.0, 2.0], [True, False]))
+    for shape in (5, ("a",), (2.7,), "12"):
+        with pytest.raises(LayoutError, match="give a tuple of ints"):
+            ArraySpec(shape, "int8")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="bytes"):
+        ArraySpec((1 << 60, 8), "int64")
+    with pytest.raises(LayoutError, match="which no tensor has"):
+        ArraySpec((2,), None)
+
+
 # --- dataset() -----------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +420,7 @@ def test_dataset_of_functions_reads_like_any_other(num_workers: int) -> None:
         ({"size": 3, "get_item": 5}, "get_item is 5"),
         ({"size": 3, "get_item": len, "process_spec": {"args": []}}, "process_spec is"),
         ({"size": 3, "get_item": len, "process_spec": {"factory": len, "more": 1}}, "process_spec is"),
+        ({"size": 3, "get_item": len, "process_spec": {"factory": len, "args": 5}}, "process_spec has args=5"),
     ],
 )
 def test_dataset_of_functions_refuses_others(options: Any, match: str) -> None:

@@ -177,3 +177,18 @@ def test_rng_with_a_sampler_depends_on_batch_and_place() -> None:
             runs.append([row[1:].tolist() for batch in loader for row in batch])
     assert runs[0] == runs[1]
     assert len(set(map(tuple, runs[0]))) == 8
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rng_does_not_go_on_where_another_try_left_off(num_workers: int) -> None:
+    """A batch that is made again without a bad sample draws for the others what it would have drawn at once."""
+    drawn = []
+    for bad in (False, True):
+        with Loader(
+            FactorySpec(datasets.DrawsThenFails, bad),
+            batch_size=2,
+            num_workers=num_workers,
+            faults=FaultPolicy(on_bad_sample="skip"),
+        ) as loader:
+            drawn.append(next(iter(loader))[0].item())
+    assert drawn[0] == drawn[1]

@@ -150,7 +150,7 @@ def test_out_of_order_state_names_what_was_handed_over_beyond() -> None:
                 assert order_of(third) == rest[4:]
     with (
         Loader(FactorySpec(Numbers, 40), batch_size=5, in_order=False) as loader,
-        pytest.raises(ConfigError, match="in_order=False between batches of 4 on 1 ranks"),
+        pytest.raises(ConfigError, match="in_order=False between batches of 4 by rank 0 of 1; these are batches of 5"),
     ):
         loader.load_state_dict(state)
 
@@ -217,11 +217,15 @@ def test_sampler_resumes_from_its_state_or_by_replay(make_sampler: Callable[[], 
         for batch in iterator:
             parts.append(batch[1].tolist())
             states.append(loader.state_dict())
+        states.append(loader.state_dict())
     whole = list(itertools.chain(*parts))
-    for number, state in enumerate(states[:-1]):
+    del states[-1]  # of the next epoch
+    for number, state in enumerate(states):
         with Loader(FactorySpec(Numbers, 20), sampler=make_sampler(), **options) as loader:
             loader.load_state_dict(json.loads(json.dumps(state)))
-            assert list(itertools.chain(*parts[:number])) + order_of(loader) == whole
+            iterator = iter(loader)
+            assert loader.state_dict() == state
+            assert list(itertools.chain(*parts[:number])) + order_of(iterator) == whole
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -392,3 +396,177 @@ def test_indices_names_the_samples_of_any_batch() -> None:
             loader.indices(2, 6)
     with make(shuffle=False, sampler=range(4)) as loader, pytest.raises(ConfigError, match="a sampler decides here"):
         loader.indices(0, 0)
+
+
+class Reshuffling(Saving):
+    """Its order comes from a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(20, generator=self.generator).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state().tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+def test_sampler_with_chance_of_its_own_goes_on_at_the_boundary_of_epochs() -> None:
+    """Its state between two epochs is part of ours."""
+    with Loader(FactorySpec(Numbers, 20), sampler=Reshuffling(), batch_size=4) as loader:
+        first = order_of(loader)
+        state = loader.state_dict()
+        second = order_of(loader)
+    with Loader(FactorySpec(Numbers, 20), sampler=Reshuffling(), batch_size=4) as loader:
+        loader.load_state_dict(state)
+        assert order_of(loader) == second != first
+
+
+def test_our_samplers_resume_in_a_later_epoch_in_its_order() -> None:
+    """Nobody has called set_epoch: the loader numbers the epochs, and the state with them."""
+    with Loader(FactorySpec(Numbers, 20), sampler=RandomSampler(20, seed=4), batch_size=4) as loader:
+        first = order_of(loader)
+        iterator = iter(loader)
+        part = order_of([next(iterator), next(iterator)])
+        state = loader.state_dict()
+        rest = order_of(iterator)
+    assert part + rest != first
+    with Loader(FactorySpec(Numbers, 20), sampler=RandomSampler(20, seed=4), batch_size=4) as loader:
+        loader.load_state_dict(state)
+        assert order_of(loader) == rest
+    with Loader(FactorySpec(Numbers, 20), sampler=RandomSampler(20, seed=5), batch_size=4) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(ConfigError, match="'sampler RandomSampler of 20 seed 4 epoch 1'"):
+            iter(loader)
+
+
+def test_states_of_ranks_that_cannot_be_each_others_are_refused() -> None:
+    """Out of order each rank has its own; with a sampler the number of ranks has to be the same."""
+    options: dict[str, Any] = {"batch_size": 4, "world_size": 2}
+    with Loader(FactorySpec(Slow, 40, [0]), num_workers=2, in_order=False, rank=0, **options) as loader:
+        iterator = iter(loader)
+        for _ in range(2):
+            next(iterator)
+        state = loader.state_dict()
+    assert state["above"]
+    with (
+        Loader(FactorySpec(Numbers, 40), in_order=False, rank=1, **options) as loader,
+        pytest.raises(ConfigError, match="by rank 0 of 2; these are batches of 4 of rank 1 of 2"),
+    ):
+        loader.load_state_dict(state)
+    with Loader(FactorySpec(Numbers, 40), sampler=range(40), rank=0, **options) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with (
+        Loader(FactorySpec(Numbers, 40), sampler=range(40), batch_size=4) as loader,
+        pytest.raises(ConfigError, match="was saved with a sampler on 2 ranks, and these are 1"),
+    ):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("above", [None, 5, ["x"], "12", {"a": 1}, [None], [0], [-1], [1.5], [3, 3], [2, 1], [True]]),
+        ("skipped", [None, 7, "abc"]),
+        ("epoch", [-1, 1 << 63, 10**400, 0.0, True, None]),
+        ("position", [-1, 1 << 63, float("nan"), "4"]),
+        ("batch_size", [0, 4.0]),
+        ("world_size", [0]),
+        ("seed", [False, 0.0]),
+        ("size", [20.0, -2]),
+        ("version", [True, 1.0, "1"]),
+        ("order", [None, 3]),
+        ("fingerprint", [None]),
+        ("num_skipped", [-1]),
+    ],
+)
+def test_state_edited_by_hand_is_refused_at_once(name: str, values: list[Any]) -> None:
+    """Every field by its type and range, as a ConfigError; the loader is as it was."""
+    with make() as loader:
+        state = loader.state_dict()
+        for value in values:
+            with pytest.raises(ConfigError, match="the state"):
+                loader.load_state_dict({**state, name: value})
+        assert loader.state_dict() == state
+        with pytest.raises(ConfigError, match="epoch is"):
+            loader.set_epoch(1 << 63)
+
+
+def test_state_with_a_samplers_own_needs_one_that_can_load_it() -> None:
+    """Not an AttributeError in the middle of iter."""
+    with Loader(FactorySpec(Numbers, 20), sampler=list(range(20)), batch_size=4) as loader:
+        loader.load_state_dict({**loader.state_dict(), "sampler": {"position": 3}})
+        with pytest.raises(ConfigError, match="this loader's, a list, has no load_state_dict"):
+            iter(loader)
+
+
+def test_refused_state_stays_what_it_is() -> None:
+    """It does not take on the identity of the loader that refused it; keys are no batches."""
+    with Loader(FactorySpec(Numbers, 30), batch_size=4) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with Loader(FactorySpec(Numbers, 20), batch_size=4) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(ConfigError, match="a dataset of size 30"):
+            iter(loader)
+        assert loader.state_dict() == state
+    with Loader(FactorySpec(Numbers, 20), batch_size=4, sampler=[1, 2, 3]) as loader:
+        state = loader.state_dict()
+    with Loader(FactorySpec(Numbers, 20), batch_sampler=[[1], [2]]) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(ConfigError, match="'sampler list', and this loader's is 'batch_sampler list'"):
+            iter(loader)
+
+
+def test_state_needs_no_workers_once_the_dataset_is_known() -> None:
+    """After the epoch's workers have gone, and after close."""
+    with make(num_workers=1, persistent_workers=False) as loader:
+        order_of(loader)
+        state = loader.state_dict()
+        assert loader.stats().worker_pids == ()
+    assert loader.state_dict() == state
+    with make(num_workers=1) as loader:
+        next(iter(loader))
+        inside: list[Any] = []
+        engine = loader._engine
+        assert engine is not None
+        engine.pump.step([], lambda: inside.append(loader.state_dict()))  # as a signal handler inside `next` would
+    assert inside[0]["position"] == 4
+
+
+def test_resumption_survives_an_interrupt_of_iter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the epoch is opened: the next iter goes on from the state."""
+    with make() as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        engine: Any = loader._engine
+        open_session = engine.open_session
+
+        def interrupted(*args: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine, "open_session", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+        monkeypatch.setattr(engine, "open_session", open_session)
+        assert len(order_of(loader)) == _SIZE - 4
+        assert loader.epoch == 1
+
+
+def test_skipped_keys_are_counted_on_and_named_shortly() -> None:
+    """More than are named, over two resumptions; long and odd keys do not swell the state."""
+    with make() as loader:
+        loader._skipped = [("a" * 1000, number) for number in range(30)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert len(json.dumps(state)) < 1500
+        assert (state["num_skipped"], len(state["skipped"])) == (30, 16)
+        for _ in range(2):
+            loader.load_state_dict(state)
+            order_of(loader)
+            state = loader.state_dict()
+        assert (state["num_skipped"], len(state["skipped"])) == (30, 16)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ringloader import ArraySpec
+from ringloader import ArrayDataset, ArraySpec
 
 
 class Writes:
@@ -78,6 +78,77 @@ class TextKeys(One):
 
     def __getitem__(self, key: Any) -> Any:
         return ord(key)
+
+
+class Changed(ArrayDataset):
+    """Samples of its own."""
+
+    def __getitem__(self, i: int) -> Any:
+        return tuple(row + 100 for row in super().__getitem__(i))
+
+
+class Fewer(ArrayDataset):
+    """Every second row."""
+
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+
+class Wrapped:
+    """Passes everything on but the samples."""
+
+    def __init__(self, *arrays: Any) -> None:
+        self._inner = ArrayDataset(*arrays)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, i: int) -> Any:
+        return (-self._inner[i][0],)
+
+
+class KeepsAndFails(One):
+    """Keeps `out` of its first batch and fails; writes into it while it makes later ones, which hold their own numbers."""
+
+    kept: Any = None
+
+    def write_batch(self, indices: Any, out: Any) -> None:
+        if indices[0] == 0:
+            self.kept = out[0]
+            raise ValueError("kept")
+        out[0][...] = indices[0] // 4
+        if self.kept is not None:
+            self.kept[...] = -7
+
+
+class Replaces(One):
+    def write_batch(self, indices: Any, out: Any) -> None:
+        out[0] = np.zeros((len(indices), 64), np.int64)
+
+
+class WritesLittle(One):
+    def write_batch(self, indices: Any, out: Any) -> None:
+        out[0][0] = 1
+
+
+class Grows(One):
+    """Its rows grow with the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def batch_spec(self, n: int) -> Any:
+        return [ArraySpec((n, 2 + self.epoch), "int64")]
+
+    def write_batch(self, indices: Any, out: Any) -> None:
+        out[0][...] = 0
 
 
 def square(i: int) -> int:

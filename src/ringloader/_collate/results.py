@@ -40,18 +40,20 @@ _NESTING = frozenset((list, tuple))
 _ADVICE = "return tensors, arrays, numbers, text, or dicts, lists, tuples and dataclasses of them"
 
 
-def walk_batch(batch: Any, path: str, keys: Keys, asker: Asker, convert: bool = False) -> Subtree:
-    """Take a batch apart. With `convert`, arrays and numpy scalars become tensors as by torch's `default_convert`.
+def walk_batch(batch: Any, path: str, keys: Keys, asker: Asker, convert: bool = False, *, specs: bool = False) -> Subtree:
+    """Take a batch apart. With `convert`, arrays and numpy scalars become tensors as by torch's `default_convert`; with `specs`
+    an `ArraySpec` is a leaf.
 
     Raises LayoutError for a value that cannot be carried.
     """
-    walk = _Walk(keys, asker)
+    walk = _Walk(keys, asker, specs)
     node = walk.visit(batch, path, convert, 0)
     return Subtree(node, walk.sources, walk.values)
 
 
 class _Walk:
-    def __init__(self, keys: Keys, asker: Asker) -> None:
+    def __init__(self, keys: Keys, asker: Asker, specs: bool) -> None:
+        self._specs = specs
         self.sources: list[Source] = []
         self.values: list[Any] = []
         self._keys = keys
@@ -79,7 +81,7 @@ class _Walk:
         return VALUE_NODE
 
     def _other(self, value: Any, path: str) -> Node:
-        if type(value) is ArraySpec:
+        if self._specs and type(value) is ArraySpec:
             self.sources.append(Unwritten(value))
             return LEAF_NODE
         try:

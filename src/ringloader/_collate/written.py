@@ -7,9 +7,13 @@ length of the call. Must not import torch.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import os
 import sys
+import traceback
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,10 @@ from ringloader._collate.wrap import LeafPlan, plan_of, wrap_with
 from ringloader._core.layout import Layout, Placement
 from ringloader.errors import LayoutError
 
+# What a class that changes how samples are read defines.
+_READING = ("__getitem__", "__getitems__", "__len__")
+# What the memory of a batch holds before it is written, under RINGLOADER_DEBUG=1: what is left out shows.
+MARKER = 0xAB
 # A full batch and a short one are all that most datasets need.
 _MAX_SPECS = 16
 
@@ -33,6 +41,8 @@ class Writer:
         self._dataset = dataset
         self._collator = collator
         self._plans: OrderedDict[int, tuple[Layout, Placement, bytes]] = OrderedDict()
+        self._marks = os.environ.get("RINGLOADER_DEBUG") == "1"
+        self.is_kept = False  # the dataset holds memory of a slot, and might write into it at any time
 
     def plan(self, num_samples: int) -> Collated:
         """Return a batch of so many samples, laid out and not yet written. Raises LayoutError for a spec that is none."""
@@ -47,7 +57,7 @@ class Writer:
     def _derive(self, num_samples: int) -> tuple[Layout, Placement, bytes]:
         spec = self._dataset.batch_spec(num_samples)
         keys = Keys(range(num_samples))
-        tree = walk_batch(spec, "batch_spec", keys, self._collator.asker)
+        tree = walk_batch(spec, "batch_spec", keys, self._collator.asker, specs=True)
         if not tree.sources or any(type(source) is not Unwritten for source in tree.sources):
             raise LayoutError(
                 f"batch_spec({num_samples}) gave {spec!r:.200}; give an ArraySpec, or dicts, lists and tuples of them",
@@ -57,29 +67,81 @@ class Writer:
         inline = pack_inline(tree.values, keys) if tree.values else b""
         return layout, layout.place(tuple([source.shape for source in tree.sources])), inline
 
+    def forget(self) -> None:
+        """Another epoch begins: the dataset may make other batches now."""
+        self._plans.clear()
+
     def write(self, collated: Collated, indices: np.ndarray[Any, Any], slot: np.ndarray[Any, Any]) -> None:
-        """Have the dataset write a batch that `plan` gave. Raises LayoutError when it keeps an array of `out`."""
+        """Have the dataset write a batch that `plan` gave.
+
+        Raises LayoutError when it keeps an array of `out`, `is_kept` then being set, or puts another in its place.
+        """
         num_holders = sys.getrefcount(slot)
+        try:
+            self._write(indices, slot)
+        except BaseException as error:
+            # What failed holds its local variables.
+            traceback.clear_frames(error.__traceback__)
+            self._check_holders(slot, num_holders)
+            raise
+        self._check_holders(slot, num_holders)
+        collated.written = True
+
+    def _write(self, indices: np.ndarray[Any, Any], slot: np.ndarray[Any, Any]) -> None:
         layout, placement, inline = self._plans[len(indices)]
-        plan = plan_of(layout, placement, "written", _make_storage)
-        out = wrap_with(plan, inline, slot, copy_out=False)[0]
+        out, arrays = wrap_with(plan_of(layout, placement, "written", _make_storage), inline, slot, copy_out=False)
+        if self._marks:
+            slot[: placement.nbytes] = MARKER
         self._dataset.write_batch(indices, out)
-        del out
-        if sys.getrefcount(slot) > num_holders:
+        if any(found is not array for found, array in zip(_leaves(out), arrays, strict=True)):
+            raise LayoutError(
+                "write_batch put another array into `out`, which is lost: write into the arrays that are there, as by "
+                "out[...][...] = rows",
+                path="out",
+            )
+
+    def _check_holders(self, slot: np.ndarray[Any, Any], num_holders: int) -> None:
+        # One more: this call's own.
+        if sys.getrefcount(slot) > num_holders + 1:
             gc.collect()  # a cycle may hold it: that of an exception that was caught, say
-            if sys.getrefcount(slot) > num_holders:
+            if sys.getrefcount(slot) > num_holders + 1:
+                self.is_kept = True
                 raise LayoutError(
                     "write_batch kept an array of `out`, or a view of one, after it had returned: the memory belongs to other "
                     "batches now; copy what is to be kept",
                     path="out",
                 )
-        collated.written = True
 
 
 def _make_storage(array: np.ndarray[Any, Any], leaf: LeafPlan) -> Any:
     return array
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """The arrays of a tree, in order."""
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from _leaves(child)
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from _leaves(child)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name))
+
+
 def offers(dataset: Any) -> bool:
-    """Whether a dataset writes batches by itself."""
-    return callable(getattr(dataset, "batch_spec", None)) and callable(getattr(dataset, "write_batch", None))
+    """Whether a dataset writes batches by itself.
+
+    Its class has to say so: a wrapper that passes everything on, or a class that reads samples in another way than the one it
+    inherits `write_batch` from, has its own `__getitem__`.
+    """
+    for kind in type(dataset).__mro__:
+        own = vars(kind)
+        if "write_batch" in own:
+            return callable(own["write_batch"]) and callable(getattr(type(dataset), "batch_spec", None))
+        if not own.keys().isdisjoint(_READING):
+            return False
+    return False

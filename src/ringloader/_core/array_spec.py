@@ -6,11 +6,15 @@ Owns the public `ArraySpec`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 from ringloader._core import dtypes
 from ringloader.errors import LayoutError
+
+# More than any machine has; sizes beyond 64 bits would not even travel.
+_MAX_NBYTES = 1 << 48
 
 
 class ArraySpec:
@@ -25,10 +29,15 @@ class ArraySpec:
     __slots__ = ("dtype", "shape")
 
     def __init__(self, shape: Sequence[int], dtype: Any) -> None:
-        self.shape = tuple(int(size) for size in shape)
+        try:
+            self.shape = tuple(map(operator.index, shape))
+        except TypeError:
+            raise LayoutError(f"ArraySpec has the shape {shape!r:.200}; give a tuple of ints", shape=shape) from None
         if any(size < 0 for size in self.shape):
             raise LayoutError(f"ArraySpec has the shape {self.shape}; sizes are at least 0", shape=self.shape)
         self.dtype = _name_of(dtype)
+        if self.nbytes > _MAX_NBYTES:
+            raise LayoutError(f"ArraySpec of shape {self.shape}, {self.dtype}, has {self.nbytes:,} bytes", nbytes=self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +59,7 @@ def _name_of(dtype: Any) -> str:
     if dtypes.is_known(name):
         return name
     try:
-        known = dtypes.name_of(dtypes.numpy_dtype(dtype))
+        known = None if dtype is None else dtypes.name_of(dtypes.numpy_dtype(dtype))
     except TypeError:
         known = None
     if known is None:

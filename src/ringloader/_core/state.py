@@ -24,14 +24,16 @@ class State:
 
     epoch: its number. position: of the epoch's order, how much all ranks together have consumed; with a sampler of the user's,
     how many keys, or batches of a `batch_sampler`, were taken from it. above: batches beyond that which were handed over, too,
-    counted from there (`in_order=False`); they bind `batch_size` and `world_size`. size: samples of the dataset, -1: unknown.
-    order: what the epoch's order is, and a digest of it. sampler: the sampler's own state, None if it has none.
+    counted from there (`in_order=False`); they bind `batch_size`, `rank` and `world_size`. rank: only with `above`, else -1,
+    for the state is every rank's. size: samples of the dataset, -1: unknown. order: what the epoch's order is, and a digest of
+    it. sampler: the sampler's own state, None if it has none.
     """
 
     epoch: int
     position: int
     above: list[int]
     batch_size: int
+    rank: int
     world_size: int
     size: int
     seed: int
@@ -49,18 +51,26 @@ class State:
         """Take a saved state. Raises ConfigError for what is none."""
         if not isinstance(given, Mapping):
             raise _refused(f"is a {type(given).__qualname__}; give what state_dict() returned", given)
-        if given.get("version") != VERSION:
+        if given.get("version") != VERSION or type(given["version"]) is not int:
             raise _refused(f"has version {given.get('version')!r}, this release reads {VERSION}", given.get("version"))
         names = [field.name for field in fields(cls)]
         missing = sorted({*names} - {*given})
         if missing:
             raise _refused(f"lacks {', '.join(missing)}; give what state_dict() returned", missing)
         values = {name: given[name] for name in names}
-        for name in ("epoch", "position", "batch_size", "world_size", "num_skipped"):
-            if type(values[name]) is not int or values[name] < 0:
-                raise _refused(f"has {name}={values[name]!r}, which is no count", values[name])
-        values["above"] = list(values["above"])
-        values["skipped"] = list(values["skipped"])
+        for name, least in _COUNTS.items():
+            if type(values[name]) is not int or not least <= values[name] < 1 << 63:
+                raise _refused(f"has {name}={values[name]!r:.100}, which is no count", values[name])
+        for name in ("order", "fingerprint"):
+            if type(values[name]) is not str:
+                raise _refused(f"has {name}={values[name]!r:.100}, which is no text", values[name])
+        for name in ("above", "skipped"):
+            if not isinstance(values[name], (list, tuple)):
+                raise _refused(f"has {name}={values[name]!r:.100}, which is no list", values[name])
+            values[name] = list(values[name])
+        above = values["above"]
+        if any(type(number) is not int for number in above) or above != sorted({*above}) or (above and above[0] < 1):
+            raise _refused(f"has above={above!r:.100}; these are numbers from 1 on, in order", above)
         return cls(**values)
 
     def check(self, *, size: int, seed: int, order: str, fingerprint: str) -> None:
@@ -70,16 +80,35 @@ class State:
             if saved != now:
                 raise _refused(f"was saved with {_WORDS[name]} {saved!r}, and this loader's is {now!r}: {_ADVICE[name]}", saved)
 
-    def check_above(self, *, batch_size: int, world_size: int) -> None:
-        """Batches that were handed over out of order can be left out only where batches are the same ones."""
-        if self.above and (batch_size, world_size) != (self.batch_size, self.world_size):
+    def check_ranks(self, *, batch_size: int, rank: int, world_size: int, sampled: bool) -> None:
+        """Raise ConfigError where other ranks or batches cannot take up the rest."""
+        now = (batch_size, rank, world_size)
+        if self.above and now != (self.batch_size, self.rank, self.world_size):
             raise _refused(
-                f"was saved with in_order=False between batches of {self.batch_size} on {self.world_size} ranks; these are "
-                f"batches of {batch_size} on {world_size}: resume with the former once, or save at the end of an epoch",
+                f"was saved with in_order=False between batches of {self.batch_size} by rank {self.rank} of {self.world_size}; "
+                f"these are batches of {batch_size} of rank {rank} of {world_size}: resume each rank from its own state, or "
+                "save at the end of an epoch",
                 self.above,
+            )
+        if sampled and self.position and world_size != self.world_size:
+            raise _refused(
+                f"was saved with a sampler on {self.world_size} ranks, and these are {world_size}: what each rank has taken "
+                "from its own says nothing about others; leave the sampler out, or resume at the end of an epoch",
+                self.world_size,
             )
 
 
+# Fields that are numbers, and the least of each.
+_COUNTS = {
+    "epoch": 0,
+    "position": 0,
+    "batch_size": 1,
+    "rank": -1,
+    "world_size": 1,
+    "size": -1,
+    "seed": 0,
+    "num_skipped": 0,
+}
 _WORDS = {
     "size": "a dataset of size",
     "seed": "seed",

@@ -127,6 +127,11 @@ class Filler:
         self._page.stage(status.SENDING)
         return answer
 
+    @property
+    def is_tainted(self) -> bool:
+        """The dataset holds memory of a slot, and might write into another batch: this process must not go on."""
+        return self._writer is not None and self._writer.is_kept
+
     def done(self, *, made: bool) -> None:
         """The answer has been sent."""
         self._page.end(made=made)
@@ -140,7 +145,7 @@ class Filler:
     def _make(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None, began_ns: int) -> msg.FromWorker:
         self._set_epoch(fill.epoch)
         info = self._info
-        info.batch_position, info.place = fill.position, 0
+        info.begin(fill.position)
         self._seeder.for_position(fill.epoch, fill.position)
         self._page.stage(status.FETCHING)
         self._doing = "sample"
@@ -245,6 +250,8 @@ class Filler:
             if set_epoch is not None:
                 self._doing = "set_epoch"
                 set_epoch(epoch)
+            if self._writer is not None:
+                self._writer.forget()
             self._epoch = epoch  # only now: if it failed, no batch of this epoch may pass
 
     def _failed(self, fill: msg.Fill, error: BaseException) -> msg.Failed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,9 +24,11 @@ from ringloader._runtime.pool import Fact
 from ringloader._runtime.seeding import LateImports, Seeder, Undisturbed
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.status import STAGES, StatusPage
-from ringloader._runtime.worker_info import WorkerInfo, get_worker_info, set_worker_info
+from ringloader._runtime.worker_info import WorkerInfo, get_worker_info, set_inline_info
 
 _PAUSE_S = 0.02
+# The generators are the process's: two threads at once would each put back what the other had lent.
+_LENDING = threading.RLock()
 
 
 class InlinePool:
@@ -78,7 +81,7 @@ class InlinePool:
     def start_worker(self, worker_id: int, incarnation: int) -> Callable[[], WorkerExited | None]:
         """Build the dataset, on the caller's thread."""
         self._incarnation = incarnation
-        with self._as_worker():
+        with _LENDING, self._as_worker():
             self._seeder.for_build()
             answer = self._built()
         self._facts.append((0, incarnation, answer))
@@ -111,7 +114,7 @@ class InlinePool:
         slot = None
         if segment is not None and fill.capacity:
             slot = np.frombuffer(segment.mapping, np.uint8, fill.capacity, fill.offset)
-        with self._as_worker():
+        with _LENDING, self._as_worker():
             answer = filler.fill(fill, slot)
         filler.done(made=isinstance(answer, msg.Filled))
         return answer
@@ -170,12 +173,12 @@ class _AsWorker:
     def __enter__(self) -> None:
         self._outer = get_worker_info()
         self._undisturbed.__enter__()
-        set_worker_info(self._info)
+        set_inline_info(self._info)
         if self._late is not None:
             sys.meta_path.insert(0, self._late)
 
     def __exit__(self, *error: Any) -> None:
         if self._late in sys.meta_path:
             sys.meta_path.remove(self._late)
-        set_worker_info(self._outer)
+        set_inline_info(self._outer)
         self._undisturbed.__exit__(*error)

@@ -18,6 +18,9 @@ from ringloader._core.events import Keys
 from ringloader._core.session import pack_keys
 from ringloader.errors import ConfigError, LoaderError
 
+# Stands for the state of a sampler that gives no more in this epoch.
+EXHAUSTED = "exhausted"
+
 
 class KeySource(Protocol):
     """Gives the keys of batch after batch; None after the last."""
@@ -95,6 +98,8 @@ class SampledKeys:
         self._first = first
         self._saved: OrderedDict[int, Any] = OrderedDict()
         self._num_saved = num_ahead + 2
+        if self._save is not None:
+            self._saved[0] = copy.deepcopy(self._save())
         self._batch_size = batch_size
         self._batched = batched
         self._drop_last = drop_last
@@ -119,7 +124,9 @@ class SampledKeys:
             self._failure = error
             raise
         if self._save is not None and batch_id + 1 not in self._saved:
-            self._saved[batch_id + 1] = copy.deepcopy(self._save())
+            # A sampler that has come to its end begins anew by itself: its state would be that of the next epoch.
+            is_over = len(self._pulled) < wanted
+            self._saved[batch_id + 1] = EXHAUSTED if is_over else copy.deepcopy(self._save())
             while len(self._saved) > self._num_saved:
                 self._saved.popitem(last=False)
         if not self._pulled or (self._drop_last and len(self._pulled) < wanted):

@@ -102,6 +102,8 @@ class _Worker:
             message, fds = self._next()
             if isinstance(message, msg.Fill):
                 self._fill(message, fds)
+                if self._filler.is_tainted:
+                    return  # its views end with this process; another one goes on
             elif isinstance(message, msg.DropSegment):
                 self._drop(message.segment_id)
             elif isinstance(message, msg.Cancel):

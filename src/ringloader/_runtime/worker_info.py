@@ -6,6 +6,7 @@ code written for DataLoader asks there. Source: the meaning of the fields is tor
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from ringloader._runtime.seeding import draw_key
 
+# No batch has this position: draws of the dataset's construction are nobody else's.
+_BUILDING = -(1 << 62)
 TORCH_MODULE = "torch.utils.data._utils.worker"
 
 
@@ -28,7 +31,7 @@ class WorkerInfo:
     dataset: Any = None
     epoch: int = 0
     # What `rng` is keyed by: the position of the batch's first sample in the epoch, and the place of the sample in the batch.
-    batch_position: int = field(default=-1, repr=False)
+    batch_position: int = field(default=_BUILDING, repr=False)
     place: int = field(default=0, repr=False)
     _rng: tuple[tuple[int, int, int], np.random.Generator] | None = field(default=None, repr=False)
 
@@ -44,6 +47,10 @@ class WorkerInfo:
             self._rng = key, np.random.Generator(np.random.Philox(key=draw_key(self.seed, *key)))
         return self._rng[1]
 
+    def begin(self, batch_position: int) -> None:
+        """Another batch: nothing that was drawn before counts."""
+        self.batch_position, self.place, self._rng = batch_position, 0, None
+
     def _sample(self) -> tuple[int, int]:
         if self.batch_position >= 0:
             return self.batch_position + self.place * self.world_size, 0
@@ -51,16 +58,24 @@ class WorkerInfo:
 
 
 _current: WorkerInfo | None = None
+# Inline several threads may each be in a batch of their own.
+_inline = threading.local()
 
 
 def get_worker_info() -> WorkerInfo | None:
     """Return what is known about the worker this runs in; None in the training process."""
-    return _current
+    return getattr(_inline, "info", None) or _current
 
 
 def set_worker_info(info: WorkerInfo | None) -> None:
+    """Say what this process is."""
     global _current
     _current = info
+
+
+def set_inline_info(info: WorkerInfo | None) -> None:
+    """Say what this thread is for the time being."""
+    _inline.info = info
 
 
 def tell_torch(module: Any) -> None:
@@ -68,5 +83,5 @@ def tell_torch(module: Any) -> None:
     info = _current
     if info is not None and hasattr(module, "WorkerInfo"):
         module._worker_info = module.WorkerInfo(
-            id=info.id, num_workers=info.num_workers, seed=info.seed + info.id, dataset=info.dataset
+            id=info.id, num_workers=info.num_workers, seed=(info.seed + info.id) % (1 << 63), dataset=info.dataset
         )
