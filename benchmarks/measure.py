@@ -120,12 +120,12 @@ def private_nbytes(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def _ringloader(job: Job, workload: Workload) -> Iterator[Iterable[Any]]:
+def _ringloader(job: Job, workload: Workload, *, in_place: bool = False) -> Iterator[Iterable[Any]]:
     _import_ringloader()
     from ringloader import Loader
 
     with Loader(
-        workload.spec(job.samples),
+        workload.in_place_spec() if in_place else workload.spec(job.samples),
         batch_size=workload.batch_size,
         shuffle=True,
         num_workers=job.num_workers,
@@ -134,19 +134,8 @@ def _ringloader(job: Job, workload: Workload) -> Iterator[Iterable[Any]]:
         yield loader
 
 
-@contextlib.contextmanager
-def _ringloader_in_place(job: Job, workload: Workload) -> Iterator[Iterable[Any]]:
-    _import_ringloader()
-    from ringloader import Loader
-
-    with Loader(
-        workload.in_place_spec(),
-        batch_size=workload.batch_size,
-        shuffle=True,
-        num_workers=job.num_workers,
-        prefetch_factor=job.prefetch_factor,
-    ) as loader:
-        yield loader
+def _ringloader_in_place(job: Job, workload: Workload) -> contextlib.AbstractContextManager[Iterable[Any]]:
+    return _ringloader(job, workload, in_place=True)
 
 
 @contextlib.contextmanager

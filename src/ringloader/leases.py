@@ -5,12 +5,11 @@ Owns finding the slot behind a batch of any shape. Harmless on anything that is 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from ringloader._collate.containers import leaves_of
 from ringloader._runtime import lifetime
 from ringloader.errors import ConfigError
 
@@ -23,7 +22,7 @@ def release(batch: Any) -> None:
     Harmless on anything that is no batch of ours, and any number of times.
     """
     lifetime.sweep()
-    for leaf in _leaves(batch):
+    for leaf in leaves_of(batch):
         address = _address(leaf)
         if address is not None and any(engine.release(leaf, address) for engine in list(lifetime.ENGINES)):
             return
@@ -39,26 +38,10 @@ def record_stream(batch: Any, stream: Any) -> None:
     """
     if not hasattr(stream, "cuda_stream"):
         raise ConfigError(f"stream is {stream!r}; give a torch.cuda.Stream", option="stream", value=stream)
-    for leaf in _leaves(batch):
+    for leaf in leaves_of(batch):
         address = _address(leaf)
         if address is not None and any(engine.record_stream(leaf, address, stream) for engine in list(lifetime.ENGINES)):
             return
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (str, bytes)):
-        return
-    if isinstance(value, dict):
-        for child in value.values():
-            yield from _leaves(child)
-    elif isinstance(value, (list, tuple)):
-        for child in value:
-            yield from _leaves(child)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name, None))
-    else:
-        yield value
 
 
 def _address(leaf: Any) -> int | None:

@@ -66,7 +66,7 @@ class Progress:
         batched = opts.batch_sampler is not None
         sampler = opts.batch_sampler if batched else opts.sampler
         iterator: Iterable[Any] = sampler
-        if place.sampler == EXHAUSTED:
+        if isinstance(place.sampler, str) and place.sampler == EXHAUSTED:  # an array would compare element by element
             iterator = _Exhausted()
         elif place.sampler is not None:
             if not callable(getattr(sampler, "load_state_dict", None)):

@@ -277,6 +277,7 @@ class DistributedSampler(_Sampler):
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        *,
         uneven: str = "pad",
     ) -> None:
         super().__init__(seed)

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -279,3 +280,15 @@ def test_debug_marker_shows_a_batch_read_after_release(monkeypatch: pytest.Monke
         rows, _ = next(iter(loader))
         ringloader.release(rows)
         assert (rows.view(torch.uint8) == 0xAB).all()
+
+
+def test_release_finds_the_slot_behind_any_mapping() -> None:
+    """A UserDict is no dict; its batch can be given back all the same."""
+    with Loader([UserDict(x=np.zeros(8192, np.float32))] * 8, batch_size=4) as loader:
+        batch = next(iter(loader))
+        assert type(batch) is UserDict
+        engine = loader._engine
+        assert engine is not None
+        assert len(engine.ring.leases) == 1
+        ringloader.release(batch)
+        assert engine.ring.leases == {}

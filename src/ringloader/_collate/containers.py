@@ -15,7 +15,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from enum import Enum
 from typing import Any
 
@@ -210,3 +210,18 @@ class _PrototypeUnpickler(pickle.Unpickler):
 def load_prototype(prototype: bytes) -> Any:
     """Unpickle what a form carries; types of a worker's main script are those of this process."""
     return _PrototypeUnpickler(io.BytesIO(prototype)).load()
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield what lies in a tree of mappings, lists, tuples and dataclasses, in order; text counts as one value."""
+    if isinstance(value, Mapping):
+        for child in value.values():
+            yield from leaves_of(child)
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from leaves_of(child)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves_of(getattr(value, field.name, None))
+    elif not isinstance(value, (str, bytes)):
+        yield value

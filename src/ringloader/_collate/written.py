@@ -7,29 +7,26 @@ length of the call. Must not import torch.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import sys
-import traceback
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ringloader._collate.collate import Collator
 from ringloader._collate.collated import Collated, make_layout, pack_inline
+from ringloader._collate.containers import leaves_of
 from ringloader._collate.results import Unwritten, walk_batch
 from ringloader._collate.structure import Keys
 from ringloader._collate.wrap import LeafPlan, plan_of, wrap_with
 from ringloader._core.layout import Layout, Placement
+from ringloader._core.units import MARKER
 from ringloader.errors import LayoutError
 
 # What a class that changes how samples are read defines.
 _READING = ("__getitem__", "__getitems__", "__len__")
-# What the memory of a batch holds before it is written, under RINGLOADER_DEBUG=1: what is left out shows.
-MARKER = 0xAB
 # A full batch and a short one are all that most datasets need.
 _MAX_SPECS = 16
 
@@ -80,6 +77,8 @@ class Writer:
         try:
             self._write(indices, slot)
         except BaseException as error:
+            import traceback  # only when something failed: workers start lighter without it
+
             # What failed holds its local variables.
             traceback.clear_frames(error.__traceback__)
             self._check_holders(slot, num_holders)
@@ -93,7 +92,7 @@ class Writer:
         if self._marks:
             slot[: placement.nbytes] = MARKER
         self._dataset.write_batch(indices, out)
-        if any(found is not array for found, array in zip(_leaves(out), arrays, strict=True)):
+        if any(found is not array for found, array in zip(filter(_is_array, leaves_of(out)), arrays, strict=True)):
             raise LayoutError(
                 "write_batch put another array into `out`, which is lost: write into the arrays that are there, as by "
                 "out[...][...] = rows",
@@ -113,23 +112,12 @@ class Writer:
                 )
 
 
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
+
+
 def _make_storage(array: np.ndarray[Any, Any], leaf: LeafPlan) -> Any:
     return array
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """The arrays of a tree, in order."""
-    if isinstance(value, np.ndarray):
-        yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from _leaves(child)
-    elif isinstance(value, (list, tuple)):
-        for child in value:
-            yield from _leaves(child)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name))
 
 
 def offers(dataset: Any) -> bool:

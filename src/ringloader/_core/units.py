@@ -10,6 +10,11 @@ _CACHE_LINE_NBYTES = 64
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
+# What RINGLOADER_DEBUG=1 fills a slot with while it holds no batch: a batch read after its release shows it, and so does
+# what a dataset leaves unwritten.
+MARKER = 0xAB
+
+
 def align_slot(nbytes: int) -> int:
     """Round a slot's size up: to whole pages, so that slots are populated apart; tiny ones to cache lines, so many fit a
     page."""

@@ -9,9 +9,12 @@ has imported it, there is no CUDA. Tests put a fake behind the same interface.
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
+
+logger = logging.getLogger("ringloader")
 
 # What the runtime calls them (driver_types.h): the ones that tell of page-locking, and of nothing else.
 _ERROR_NAMES = {
@@ -112,6 +115,7 @@ class TorchCuda:
         self._contexts: set[int] = set()  # devices known to have one: it stays
         self._events: dict[Any, list[Event]] = {}  # by device; an event belongs to the device that first recorded it
         self._copiers: dict[int, TorchCopier] = {}
+        self._has_warned = False
 
     def num_devices(self) -> int:
         torch = sys.modules.get("torch")
@@ -201,15 +205,20 @@ class TorchCuda:
             return tensor.clone()
         try:
             return _torch().empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-        except RuntimeError:
-            return tensor.clone()  # no page-locked memory is left for it
+        except RuntimeError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("pin_memory: none is left for small leaves, which are delivered unpinned: %s", error)
+            return tensor.clone()
 
     def copier(self, device: str) -> Copier:
         torch = _torch()
         found = torch.device(device)
         index = torch.cuda.current_device() if found.index is None else found.index
-        # One for the process: memory that was allocated for a stream stays with it.
-        return self._copiers.setdefault(index, TorchCopier(torch, index))
+        # One for the process, with one stream.
+        if index not in self._copiers:
+            self._copiers[index] = TorchCopier(torch, index)
+        return self._copiers[index]
 
 
 class TorchCopier:

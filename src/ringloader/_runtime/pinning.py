@@ -27,7 +27,6 @@ from ringloader.errors import ConfigError
 
 logger = logging.getLogger("ringloader")
 
-MODES = ("off", "try", "require")
 # From this duration on it is said how long registering took.
 _SLOW_S = 0.1
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from ringloader._core.events import AddSegment, SegmentAdded, SegmentRefused
 from ringloader._core.slots import Slot
+from ringloader._core.units import MARKER
 from ringloader._runtime import memory
 from ringloader._runtime.cuda import Cuda, Stream
 from ringloader._runtime.fences import Fences, Key
@@ -29,8 +30,6 @@ from ringloader._runtime.pinning import Pins
 from ringloader._runtime.segment import RoomError, Segment
 from ringloader.errors import InternalError
 
-# What RINGLOADER_DEBUG=1 fills a free slot with: a batch read after its release shows it.
-MARKER = 0xAB
 # How often the end of the interpreter looks whether copies are over.
 _EXIT_LOOK_S = 0.001
 
