@@ -21,13 +21,10 @@ import numpy as np
 from ringloader._core.batching import EpochPlan
 from ringloader._core.policy import FaultPolicy
 from ringloader._core.state import State
-from ringloader._runtime import cuda, lifetime, options, sources, wrapping
+from ringloader._runtime import backends, cuda, lifetime, options, sources, wrapping
 from ringloader._runtime.engine import Engine
-from ringloader._runtime.inline import InlinePool
 from ringloader._runtime.keys import num_sampled
-from ringloader._runtime.pool import ProcessPool
 from ringloader._runtime.ring import Ring
-from ringloader._runtime.worker_info import WorkerInfo
 from ringloader._specs import main_module
 from ringloader.errors import ClosedError, ConfigError
 from ringloader.factory import FactorySpec
@@ -112,10 +109,12 @@ class Loader:
         sources.check_dataset(dataset)
         self.dataset = dataset
         self._rank, self._world_size = resolve_rank(self._options.rank, self._options.world_size)
-        self._make_backend: Callable[[int], Any]
+        backend = backends.choose(dataset, self._options, self._rank, self._world_size)
+        self._make_backend, self._length = backend.make, backend.length
         self._drop_payload: weakref.finalize[..., Any] | None = None
-        self._length = -1
-        self._prepare()
+        if backend.payload_fd >= 0:
+            self._drop_payload = weakref.finalize(self, os.close, backend.payload_fd)
+            self._drop_payload.atexit = False
         self._pin = self._check_cuda()
         self._epoch = 0
         self._engine: Engine | None = None
@@ -304,29 +303,6 @@ class Loader:
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     # --- inside ---------------------------------------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        """Settle what a worker is told; whatever a worker could not rebuild is refused here."""
-        opts, dataset = self._options, self.dataset
-        if opts.num_workers == 0:
-            info = WorkerInfo(0, 0, opts.seed, self._rank, self._world_size)
-            build = sources.inline_build(dataset, opts)
-            self._length = len(dataset) if not isinstance(dataset, FactorySpec) and hasattr(dataset, "__len__") else -1
-            self._make_backend = lambda wake_fd: InlinePool(build, info, opts.seed_per)
-            return
-        if opts.worker_backend == "thread":
-            raise ConfigError(
-                "worker_backend='thread' is not part of this version; use 'process' or num_workers=0",
-                option="worker_backend",
-                value="thread",
-            )
-        if opts.worker_backend == "auto":
-            logger.info("worker_backend='auto': processes, the only backend of this version for num_workers > 0")
-        settings, self._length = sources.worker_settings(dataset, opts, self._rank, self._world_size)
-        if settings.payload_fd >= 0:
-            self._drop_payload = weakref.finalize(self, os.close, settings.payload_fd)
-            self._drop_payload.atexit = False
-        self._make_backend = lambda wake_fd: ProcessPool(settings, wake_fd)
 
     @property
     def _cuda_device(self) -> str | None:

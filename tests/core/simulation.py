@@ -61,7 +61,10 @@ class Simulation:
             start_timeout_s=rng.choice((None, 20.0)),
             on_bad_sample=rng.choice(("raise", "raise", "skip", "replace")),
         )
-        self.policy = PoolPolicy(self.num_workers, rng.choice((1, 2, 3)), rng.choice((5.0, 5.0, None)), faults)
+        unreaped_s = rng.choice((5.0, 5.0, 0.0))  # 0: as with threads, which cannot be killed
+        self.policy = PoolPolicy(
+            self.num_workers, rng.choice((1, 2, 3)), rng.choice((5.0, 5.0, None)), faults, unreaped_s=unreaped_s
+        )
         self.core = Scheduler(self.policy)
         self.death_rate = rng.choice((0.0, 0.05, 0.3))
         self.hang_rate = rng.choice((0.0, 0.05)) if self.policy.timeout_s else 0.0
@@ -71,6 +74,7 @@ class Simulation:
         self.memory: dict[tuple[int, int], Word] = {}
         self.segments: dict[int, int] = {}
         self.workers: dict[int, SimWorker] = {}
+        self.unended: list[SimWorker] = []  # killed, abandoned, and perhaps still writing
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.num_events = 0
         self.sizes: dict[tuple[int, int], int] = {}
@@ -175,7 +179,9 @@ class Simulation:
                 self.later(30.0, lambda: self.die(worker))  # stuck in the kernel for a while
 
     def do_abandon_worker(self, command: ev.AbandonWorker) -> None:
-        pass
+        worker = self.workers.get(command.worker_id)
+        if worker is not None and worker.incarnation == command.incarnation and worker.alive:
+            self.unended.append(worker)
 
     def do_send_fill(self, command: ev.SendFill) -> None:
         worker = self.workers.get(command.worker_id)
@@ -218,7 +224,7 @@ class Simulation:
         del self.segments[command.segment_id]
         for place in [place for place in self.memory if place[0] == command.segment_id]:
             assert not any(held.place == place for held in self.held), "memory given back that somebody can see"
-            for worker in self.workers.values():
+            for worker in [*self.workers.values(), *self.unended]:
                 running = worker.running
                 assert running is None or not worker.alive or (running.segment_id, running.offset) != place
             del self.memory[place]
@@ -231,7 +237,7 @@ class Simulation:
             return None
         if worker.running is None:
             return ev.WorkerView(-1, -1, 0.0, "idle")
-        return ev.WorkerView(worker.running.serial, 0, worker.began_s, "fetching")
+        return ev.WorkerView(worker.running.serial, 0, worker.began_s, "fetching", self.rng.random() < 0.8)
 
     def say(self, worker: SimWorker, message: Any) -> None:
         if worker.answering and worker.alive:
@@ -313,16 +319,25 @@ class Simulation:
                 self.later(self.rng.random(), lambda: self.act(lambda: self.core.handle(completed, self.now_s)))
 
     def interrupt(self) -> None:
-        """An exception broke into the middle of a decision: every worker is killed and reaped, the core rebuilt."""
+        """An exception broke into the middle of a decision: every worker is killed, the core rebuilt. Some do not end yet."""
+        stubborn = 0.1 if self.policy.unreaped_s else 0.5
         for worker in self.workers.values():
+            if worker in self.unended:
+                continue
+            worker.answering = False
+            if worker.alive and self.rng.random() < stubborn:
+                self.unended.append(worker)
+                self.later(self.rng.random() * 3, lambda w=worker: self.die(w))  # type: ignore[misc]
+                continue
             if worker.alive and worker.running is not None:
                 self.write(worker.running, ("torn", worker.running.serial))
-            worker.alive = worker.answering = False
+            worker.alive = False
+        unended = [(worker.worker_id, worker.incarnation) for worker in self.unended if worker.alive]
         alive = {held.key for held in self.held if held.place is not None}
         known = set(self.core.slots.segments)
         for segment_id in [one for one in self.segments if one not in known]:
             del self.segments[segment_id]
-        self.act(lambda: self.core.recover(alive, set(), set(self.segments), self.now_s))
+        self.act(lambda: self.core.recover(alive, set(), unended, set(self.segments), self.now_s))
 
 
 class SimConsumer:

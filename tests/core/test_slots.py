@@ -87,10 +87,27 @@ def test_rebuild_keeps_leases_and_frees_the_rest_under_new_generations() -> None
     assert filling is not None
     slots.apply(leased, SlotEvent.FILLED)
     generation = filling.generation
-    slots.rebuild({(leased.slot_id, leased.generation)}, set(), {0})
+    slots.rebuild({(leased.slot_id, leased.generation)}, set(), {}, set(), {0})
     assert leased.state is SlotState.LEASED
     assert filling.state is SlotState.FREE
     assert filling.generation > generation
+    slots.check()
+
+
+def test_rebuild_leaves_slots_alone_whose_writer_could_not_be_ended() -> None:
+    """Nor does one come back that was lost before, until its writer is gone, too."""
+    slots = ring((64, 3))
+    writing, lost = slots.acquire(8, 0), slots.acquire(8, 0)
+    assert writing is not None
+    assert lost is not None
+    slots.apply(lost, SlotEvent.WRITER_LOST)
+    lost.session_id = -5
+    slots.rebuild(set(), set(), {(writing.slot_id, writing.generation): -7}, {-5, -7}, {0})
+    assert [writing.state, lost.state] == [SlotState.QUARANTINED] * 2
+    assert [writing.session_id, lost.session_id] == [-7, -5]
+    slots.check()
+    slots.rebuild(set(), set(), {}, {-7}, {0})
+    assert [writing.state, lost.state] == [SlotState.QUARANTINED, SlotState.FREE]
     slots.check()
 
 

@@ -313,11 +313,7 @@ def test_b45_without_fences_the_check_fails(make_fake: Callable[..., FakeCuda]) 
 
 def _check_copies(copies: list[tuple[list[int], list[bytes]]]) -> None:
     """Named by their indices, not compared by `assert`: pytest would spend minutes on the difference of two long strings."""
-    wrong = [
-        indices
-        for indices, found in copies
-        if found != [np.repeat(np.array(indices, np.float32), _WIDTH).tobytes()]
-    ]
+    wrong = [indices for indices, found in copies if found != [np.repeat(np.array(indices, np.float32), _WIDTH).tobytes()]]
     assert not wrong
 
 

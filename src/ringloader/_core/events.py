@@ -157,9 +157,14 @@ Command = StartWorker | KillWorker | AbandonWorker | SendFill | SendCancel | Add
 
 @record
 class WorkerView:
-    """What a worker's status page says: the Fill in progress (-1: none), its sample, when it began, and the stage in words."""
+    """What a worker's status page says: the Fill in progress (-1: none), its sample, when it began, and the stage in words.
+
+    is_fetching: samples are fetched one by one, so `sample` is to blame for what happens. trace: its stack, once it was taken.
+    """
 
     serial: int
     sample: int
     began_s: float
     stage: str
+    is_fetching: bool = False
+    trace: str = ""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from ringloader.errors import ConfigError
 
 ON_BAD_SAMPLE = ("raise", "skip", "replace")
+# A process that SIGKILL has not ended after this long hangs in the kernel.
+UNREAPED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class FaultPolicy:
 class PoolPolicy:
     """The checked options a pool runs by; `num_workers` at least 1 (inline counts as one).
 
-    num_copied: slots that copies to a device may be reading at any time.
+    num_copied: slots that copies to a device may be reading at any time. unreaped_s: how long a worker that was killed may take
+    to end before the run goes on without it and its slots; 0 where nothing can be killed.
     """
 
     num_workers: int
@@ -64,6 +67,7 @@ class PoolPolicy:
     timeout_s: float | None = None
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     num_copied: int = 0
+    unreaped_s: float = UNREAPED_S
 
     @property
     def num_in_flight(self) -> int:

@@ -32,10 +32,18 @@ class Room:
         self._growing = False
         self._asked_nbytes = 0  # what the segment asked for last has to hold
 
-    def restart(self, leased: set[tuple[int, int]], copied: set[tuple[int, int]], segment_ids: set[int]) -> None:
-        """Start again from the leases alive, the copies that may still run and the segments that exist."""
+    def restart(
+        self,
+        leased: set[tuple[int, int]],
+        copied: set[tuple[int, int]],
+        written: dict[tuple[int, int], int],
+        writers: set[int],
+        segment_ids: set[int],
+    ) -> None:
+        """Start again from the leases alive, the copies that may still run, the slots that a worker may still be writing to,
+        each with that worker's mark, the marks of all such workers, and the segments that exist."""
         self._growing, self.refusal = False, None
-        self.slots.rebuild(leased, copied, segment_ids)
+        self.slots.rebuild(leased, copied, written, writers, segment_ids)
 
     def added(self, event: ev.SegmentAdded) -> None:
         """The segment asked for is there."""
@@ -89,12 +97,12 @@ class Room:
             slot = self.slots.by_id.get(fill.slot_id)
             if slot is not None and slot.state is SlotState.FILLING:
                 self.slots.apply(slot, SlotEvent.WRITER_LOST)
-                slot.session_id = _writer(worker_id, incarnation)
+                slot.session_id = writer_mark(worker_id, incarnation)
 
     def unquarantine(self, event: ev.WorkerExited) -> None:
         """A process that was abandoned is gone after all: its slots are safe again."""
         for slot in list(self.slots.by_id.values()):
-            if slot.state is SlotState.QUARANTINED and slot.session_id == _writer(event.worker_id, event.incarnation):
+            if slot.state is SlotState.QUARANTINED and slot.session_id == writer_mark(event.worker_id, event.incarnation):
                 self.slots.apply(slot, SlotEvent.RETURN)
         self._give_back()
 
@@ -141,7 +149,7 @@ class Room:
         self._outbox.append(ev.AddSegment(slot_nbytes, 1 if forced else max(num_slots, least), least, forced))
 
 
-def _writer(worker_id: int, incarnation: int) -> int:
+def writer_mark(worker_id: int, incarnation: int) -> int:
     """Mark of the abandoned process that may still write into a quarantined slot: below any session id."""
     return -2 - (worker_id << 32 | incarnation)
 

@@ -17,13 +17,13 @@ Who may die when, and what then frees the others:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core.policy import PoolPolicy
-from ringloader._core.room import Room
+from ringloader._core.room import Room, writer_mark
 from ringloader._core.session import Batch, BatchState, Fault, Session
 from ringloader._core.slots import SlotEvent, SlotState
 from ringloader._core.supervision import Supervision
@@ -139,11 +139,24 @@ class Scheduler:
         """Ask for room once more: others may have given some back."""
         self.room.refusal = None
 
-    def recover(self, leased: set[tuple[int, int]], copied: set[tuple[int, int]], segment_ids: set[int], now_s: float) -> None:
-        """Start again after an interrupt in mid-decision. All workers are dead and reaped; `leased` are the leases alive,
-        `copied` those that have ended while copies may still run."""
+    def recover(
+        self,
+        leased: set[tuple[int, int]],
+        copied: set[tuple[int, int]],
+        unended: Collection[tuple[int, int]],
+        segment_ids: set[int],
+        now_s: float,
+    ) -> None:
+        """Start again after an interrupt in mid-decision. All workers are dead and reaped but for the `unended`, ids and
+        incarnations; `leased` are the leases alive, `copied` those that have ended while copies may still run."""
         self.outbox.clear()
-        self.room.restart(leased, copied, segment_ids)
+        written = {
+            (fill.slot_id, fill.generation): writer_mark(*who)
+            for who in unended
+            if (worker := self.workers.get(*who)) is not None
+            for _, fill in worker.fills.values()
+        }
+        self.room.restart(leased, copied, written, {writer_mark(*who) for who in unended}, segment_ids)
         for session in self.sessions.values():
             session.restart()
         for worker in self.workers.all:

@@ -184,9 +184,16 @@ class Slots:
         """Slots that a session holds in any state."""
         return sum(1 for slot in self.by_id.values() if slot.session_id == session_id)
 
-    def rebuild(self, leased: set[tuple[int, int]], copied: set[tuple[int, int]], segment_ids: set[int]) -> None:
-        """Start again from facts alone: the leases that are alive, those that have ended while copies may still run, and the
-        segments that exist (no writer lives)."""
+    def rebuild(
+        self,
+        leased: set[tuple[int, int]],
+        copied: set[tuple[int, int]],
+        written: dict[tuple[int, int], int],
+        writers: set[int],
+        segment_ids: set[int],
+    ) -> None:
+        """Start again from facts alone: the leases that are alive, those that have ended while copies may still run, the slots
+        whose writer could not be ended, with what stands for it, all such writers, and the segments that exist."""
         # From the segments alone: an interrupt may have left the other tables half changed.
         self.segments = {known: slots for known, slots in self.segments.items() if known in segment_ids}
         self.by_id = {slot.slot_id: slot for slots in self.segments.values() for slot in slots}
@@ -199,6 +206,10 @@ class Slots:
                 slot.state = SlotState.LEASED
             elif (slot.slot_id, slot.generation) in copied:
                 slot.state = SlotState.PENDING
+            elif (slot.slot_id, slot.generation) in written:
+                slot.state, slot.session_id = SlotState.QUARANTINED, written[slot.slot_id, slot.generation]
+            elif slot.state is SlotState.QUARANTINED and slot.session_id in writers:
+                pass  # its writer was lost before
             elif slot.state is not SlotState.RETIRED:
                 slot.state, slot.session_id = SlotState.FREE, -1
                 slot.generation += 1

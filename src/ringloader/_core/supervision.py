@@ -18,7 +18,7 @@ from ringloader._core.policy import PoolPolicy
 from ringloader._core.room import Room
 from ringloader._core.session import Batch, Fault, Session
 from ringloader._core.units import counted
-from ringloader._core.workers import UNREAPED_S, Worker, Workers, WorkerState
+from ringloader._core.workers import Worker, Workers, WorkerState
 
 
 class Supervision:
@@ -78,13 +78,17 @@ class Supervision:
         if self.start_fault is not None and worker.incarnation == 1 and not worker.num_filled:
             worker.state = WorkerState.GIVEN_UP
             return
-        worker.pid = -1
+        self._bury(worker, event.death, story, blamed, now_s)
+
+    def _bury(self, worker: Worker, death: ev.Death, story: str, blamed: tuple[Session, Batch] | None, now_s: float) -> None:
+        """Charge a worker's end to it, and to the sample in progress, and say so."""
+        worker.who = "ended"
         restarts = self.workers.died(worker, now_s)
         if blamed is not None:
-            story += _scene(blamed[1], event.death)
-        if blamed is not None and event.death.sample >= 0:
-            restarts = self._blame(worker, *blamed, event.death.sample, story, restarts=restarts)
-        self._tell_death(worker, story, event.death, restarts=restarts)
+            story += _scene(blamed[1], death)
+        if blamed is not None and death.sample >= 0:
+            restarts = self._blame(worker, *blamed, death.sample, story, restarts=restarts)
+        self._tell_death(worker, story, death, restarts=restarts)
         self.workers.plan_look(now_s)
 
     def _requeue(self, worker: Worker, death: ev.Death, story: str) -> tuple[Session, Batch] | None:
@@ -147,8 +151,8 @@ class Supervision:
         """Judge one worker's deadlines."""
         if worker.state is WorkerState.BACKOFF and now_s >= worker.since_s:
             self.start(worker, now_s)
-        elif worker.state is WorkerState.KILLED and now_s >= worker.since_s + UNREAPED_S:
-            self._abandon(worker, now_s)
+        elif worker.state is WorkerState.KILLED and now_s >= worker.since_s + self.policy.unreaped_s:
+            self._abandon(worker, observe(worker.worker_id), now_s)
         elif worker.state is WorkerState.STARTING and self.workers.start_overdue(worker, now_s):
             view = observe(worker.worker_id)
             stage = view.stage if view is not None else "starting"
@@ -167,15 +171,23 @@ class Supervision:
         self._outbox.append(ev.KillWorker(worker.worker_id, worker.incarnation, dump))
         self.workers.plan_look(now_s)
 
-    def _abandon(self, worker: Worker, now_s: float) -> None:
-        """SIGKILL did not end it: leave its slots alone, make its batches elsewhere."""
-        story = f"worker {worker.worker_id} (pid {worker.pid}) cannot be reaped after SIGKILL; it is abandoned with its slots"
-        self._room.quarantine(worker.worker_id, worker.incarnation, [fill for _, fill in worker.fills.values()])
-        self._requeue(worker, ev.Death(None), story)
+    def _abandon(self, worker: Worker, view: ev.WorkerView | None, now_s: float) -> None:
+        """It was killed and does not end: leave its slots alone, make its batches elsewhere."""
+        story = (
+            f"worker {worker.worker_id} ({worker.who}, incarnation {worker.incarnation}) does not end though it was told to: "
+            f"{worker.kill_reason}; it is abandoned with its slots"
+        )
+        death = ev.Death(None)
+        if view is not None:
+            death = ev.Death(None, view.serial, view.sample if view.is_fetching else -1, view.stage, view.trace)
+        self.quarantine(worker)
+        blamed = self._requeue(worker, death, story)
         self._outbox.append(ev.AbandonWorker(worker.worker_id, worker.incarnation))
-        restarts = self.workers.died(worker, now_s)
-        worker.pid = -1
-        self._tell_death(worker, story, ev.Death(None), restarts=restarts)
+        self._bury(worker, death, story, blamed, now_s)
+
+    def quarantine(self, worker: Worker) -> None:
+        """A worker that could not be ended may still write into the slots of its Fills."""
+        self._room.quarantine(worker.worker_id, worker.incarnation, [fill for _, fill in worker.fills.values()])
 
     def _compare(self, worker: Worker, facts: dict[str, Any]) -> None:
         """Rebuilt means rebuilt alike: hold a worker's dataset against the first one's."""
@@ -201,7 +213,7 @@ class Supervision:
 
 def _story(worker: Worker, death: ev.Death) -> str:
     """What happened to a worker, in one sentence."""
-    who = f"worker {worker.worker_id} (pid {worker.pid}, incarnation {worker.incarnation})"
+    who = f"worker {worker.worker_id} ({worker.who}, incarnation {worker.incarnation})"
     if worker.kill_reason:
         return (
             f"{who} was killed: {worker.kill_reason}" if worker.state is WorkerState.KILLED else f"{who}: {worker.kill_reason}"

@@ -14,8 +14,6 @@ from ringloader._core.events import WorkerView
 from ringloader._core.messages import Fill
 from ringloader._core.policy import PoolPolicy
 
-# A process that SIGKILL has not ended after this long hangs in the kernel; the run goes on without its slot.
-UNREAPED_S = 5.0
 # The watcher looks at this interval when nothing else is due; a look that comes this much late means we did not run.
 LOOK_S = 1.0
 _LATE_S = 0.3
@@ -47,7 +45,7 @@ class Worker:
     seen: tuple[int, int] = (-1, -1)  # (serial, sample) of the last look
     seen_since_s: float = 0.0
     excused_s: float = 0.0  # time of the present batch in which we did not run
-    pid: int = -1
+    who: str = "not started"  # its name for the operating system, "pid 123"
     is_learning: bool = False  # its Fill has no slot; a Fill behind it would come before the answer to its NeedRoom
 
     def is_available(self, limit: int) -> bool:
@@ -155,7 +153,7 @@ class Workers:
         if worker.state is WorkerState.BACKOFF:
             return worker.since_s
         if worker.state is WorkerState.KILLED:
-            return worker.since_s + UNREAPED_S
+            return worker.since_s + self.policy.unreaped_s
         if worker.state is WorkerState.STARTING:
             limit_s = self.policy.faults.start_timeout_s
             return None if limit_s is None else worker.since_s + limit_s + 0.001

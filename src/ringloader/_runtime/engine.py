@@ -7,6 +7,7 @@ raised outside it: one raised inside would count as an interrupt.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -45,7 +46,7 @@ class Engine:
     def __init__(self, policy: PoolPolicy, make_backend: Callable[[int], Any], ring: Ring, wrap: Wrap) -> None:
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.backend = make_backend(wake_fd)
-        self.scheduler = Scheduler(policy)
+        self.scheduler = Scheduler(dataclasses.replace(policy, unreaped_s=self.backend.unreaped_s))
         self.ring = ring
         self.delivery = Delivery(self.scheduler, self.ring, wrap, is_inline=self.backend.is_inline)
         self.pump = Pump(self.scheduler, self.backend, self.ring, self.delivery, wake_fd)

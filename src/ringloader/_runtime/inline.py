@@ -7,40 +7,38 @@ same filler as worker processes; nothing to start, kill or time out.
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 
 from ringloader._core import messages as msg
 from ringloader._core.events import WorkerBroken, WorkerExited, WorkerView
+from ringloader._runtime.as_worker import LENDING, AsWorker
 from ringloader._runtime.building import check_built, describe
 from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
 from ringloader._runtime.pool import Fact
-from ringloader._runtime.seeding import LateImports, Seeder, Undisturbed
+from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.segment import Segment
+from ringloader._runtime.sources import LocalBuild
 from ringloader._runtime.status import STAGES, StatusPage
-from ringloader._runtime.worker_info import WorkerInfo, get_worker_info, set_inline_info
+from ringloader._runtime.worker_info import WorkerInfo
 
 _PAUSE_S = 0.02
-# The generators are the process's: two threads at once would each put back what the other had lent.
-_LENDING = threading.RLock()
 
 
 class InlinePool:
     """One worker that is this very thread, behind the backend interface (see pump.py).
 
-    `build` returns the dataset and its collator and runs the user's init function; `facts` of the dataset are made from it.
+    `build` makes dataset and collator and runs the user's init function; `facts` of the dataset are made from it.
     """
 
     is_inline = True
     needs_drain = False
+    unreaped_s = 0.0
 
-    def __init__(self, build: Callable[[], tuple[Any, Any]], info: WorkerInfo, seed_per: str) -> None:
+    def __init__(self, build: LocalBuild, info: WorkerInfo, seed_per: str) -> None:
         self._build = build
         self._info = info
         self._seeder = Seeder(info.seed)
@@ -81,7 +79,7 @@ class InlinePool:
     def start_worker(self, worker_id: int, incarnation: int) -> Callable[[], WorkerExited | None]:
         """Build the dataset, on the caller's thread."""
         self._incarnation = incarnation
-        with _LENDING, self._as_worker():
+        with LENDING, self._as_worker():
             self._seeder.for_build()
             answer = self._built()
         self._facts.append((0, incarnation, answer))
@@ -89,7 +87,9 @@ class InlinePool:
 
     def _built(self) -> msg.Ready | msg.StartFailed:
         try:
-            dataset, collator = self._build()
+            dataset = self._build.dataset()
+            collator = self._build.collator()
+            self._build.init(0)
             check_built(dataset)
             self._info.dataset = dataset
             self._filler = Filler(
@@ -114,13 +114,13 @@ class InlinePool:
         slot = None
         if segment is not None and fill.capacity:
             slot = np.frombuffer(segment.mapping, np.uint8, fill.capacity, fill.offset)
-        with _LENDING, self._as_worker():
+        with LENDING, self._as_worker():
             answer = filler.fill(fill, slot)
         filler.done(made=isinstance(answer, msg.Filled))
         return answer
 
-    def _as_worker(self) -> _AsWorker:
-        return _AsWorker(self._info, self._seeder)
+    def _as_worker(self) -> AsWorker:
+        return AsWorker(self._info, self._seeder)
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
         self._queue.append((fill, segment))
@@ -144,9 +144,10 @@ class InlinePool:
     def abandon_worker(self, worker_id: int, incarnation: int) -> None:
         raise AssertionError("an inline worker is never overdue")
 
-    def kill_all(self) -> None:
+    def kill_all(self) -> list[tuple[int, int]]:
         self._queue.clear()
         self._facts.clear()
+        return []
 
     def stop(self, stop_s: float) -> None:
         self.kill_all()
@@ -155,30 +156,8 @@ class InlinePool:
     def close(self) -> None:
         self._page.close()
 
-    def pid(self, worker_id: int) -> int:
-        return os.getpid()
+    def who(self, worker_id: int) -> str:
+        return f"pid {os.getpid()}"
 
     def pids(self) -> list[int]:
         return []
-
-
-class _AsWorker:
-    """While dataset code runs: `get_worker_info` answers, and the user's generators are put back afterwards."""
-
-    def __init__(self, info: WorkerInfo, seeder: Seeder) -> None:
-        self._info = info
-        self._late = LateImports(seeder) if "torch" not in sys.modules else None
-        self._undisturbed = Undisturbed()
-
-    def __enter__(self) -> None:
-        self._outer = get_worker_info()
-        self._undisturbed.__enter__()
-        set_inline_info(self._info)
-        if self._late is not None:
-            sys.meta_path.insert(0, self._late)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._late in sys.meta_path:
-            sys.meta_path.remove(self._late)
-        set_inline_info(self._outer)
-        self._undisturbed.__exit__(*error)

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from ringloader._core import messages as msg
 from ringloader._core.events import Death, WorkerBroken, WorkerExited, WorkerView
 from ringloader._core.messages import Message
+from ringloader._core.policy import UNREAPED_S
 from ringloader._runtime.pipe import Closed, NonBlockingPipe
 from ringloader._runtime.process import WorkerProcess
 from ringloader._runtime.segment import Segment
-from ringloader._runtime.status import FETCHING, STAGES, StatusPage
+from ringloader._runtime.status import StatusPage
 from ringloader.errors import ProtocolError
 
 # Deadlines of a polite end: idle workers leave within milliseconds; one inside user code gets a chance, then no choice.
@@ -32,7 +33,7 @@ _KILL_S = 1.0
 Fact = tuple[int, int, Message] | WorkerExited | WorkerBroken
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Member:
     """One running incarnation."""
 
@@ -59,6 +60,7 @@ class ProcessPool:
     """Worker processes behind the backend interface (see pump.py)."""
 
     is_inline = False
+    unreaped_s = UNREAPED_S
     needs_drain = False  # some process has no pidfd, so its end shows only by looking
 
     def __init__(self, settings: WorkerSettings, wake_fd: int) -> None:
@@ -66,6 +68,7 @@ class ProcessPool:
         self._wake_fd = wake_fd
         self._members: dict[int, _Member] = {}
         self._by_fd: dict[int, _Member] = {}
+        self._abandoned: list[_Member] = []
         self._poll = select.epoll()
         self._poll.register(wake_fd, select.EPOLLIN)
 
@@ -106,6 +109,9 @@ class ProcessPool:
                 facts += self._read(member, drain=True)
             if member.process.reap(wait=False):
                 facts += self._end(member)
+        for member in list(self._abandoned):
+            if member.process.reap(wait=False):
+                facts += self._end(member)
         return facts
 
     def observe(self, worker_id: int) -> WorkerView | None:
@@ -136,8 +142,8 @@ class ProcessPool:
         facts: list[Fact] = [] if member.is_closed or member.is_abandoned else self._read(member, drain=True)
         view = member.process.page.view()
         # Only while samples are fetched one by one can a death be blamed on one of them.
-        sample = view.sample if view.stage == STAGES[FETCHING] else -1
-        death = Death(member.process.returncode, view.serial, sample, view.stage, member.process.page.trace())
+        sample = view.sample if view.is_fetching else -1
+        death = Death(member.process.returncode, view.serial, sample, view.stage, view.trace)
         self._remove(member)
         return [*facts, WorkerExited(member.worker_id, member.incarnation, death)]
 
@@ -219,18 +225,23 @@ class ProcessPool:
         member = self._current(worker_id, incarnation)
         if member is not None:
             member.is_abandoned = True
+            self._abandoned.append(member)
             self._unwatch(member.pipe.fileno())
             del self._members[worker_id]
 
-    def kill_all(self) -> None:
-        """Kill and reap every worker, and forget what they had sent."""
+    def kill_all(self) -> list[tuple[int, int]]:
+        """Kill and reap every worker, and forget what they had sent. Returns who could not be ended, and may still write."""
         members = list(self._members.values())
         for member in members:
             member.process.kill()
         deadline_s = time.monotonic() + _KILL_S
         self._reap_until(members, deadline_s)
         for member in members:
-            self._remove(member)
+            if member.process.reap(wait=False):
+                self._remove(member)
+            else:
+                self.abandon_worker(member.worker_id, member.incarnation)
+        return [(member.worker_id, member.incarnation) for member in self._abandoned]
 
     def stop(self, stop_s: float) -> None:
         """End every worker: politely, then by SIGTERM, then by SIGKILL, each with a deadline."""
@@ -249,9 +260,9 @@ class ProcessPool:
         """Let go of the selector; workers must be gone."""
         self._poll.close()
 
-    def pid(self, worker_id: int) -> int:
-        """Process id of a worker that runs."""
-        return self._members[worker_id].process.pid
+    def who(self, worker_id: int) -> str:
+        """What the operating system calls a worker that runs."""
+        return f"pid {self._members[worker_id].process.pid}"
 
     def pids(self) -> list[int]:
         """Process ids of the workers that run now, by worker id."""
@@ -288,6 +299,8 @@ class ProcessPool:
             self._unwatch(member.process.pidfd)
         member.pipe.close()
         member.process.close()
+        if member in self._abandoned:
+            self._abandoned.remove(member)
         if self._members.get(member.worker_id) is member:
             del self._members[member.worker_id]
 

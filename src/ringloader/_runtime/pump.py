@@ -12,7 +12,7 @@ the user is made again from what cannot be half done (scheduler.recover). The wa
 start and kill: signals never interrupt it, and workers die with the thread that started them.
 
 Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`,
-`kill_worker`, `abandon_worker`, `send_fill`, `send_cancel`, `drop_segment`, `kill_all`, `stop`, `close`, `observe`, `pid`,
+`kill_worker`, `abandon_worker`, `send_fill`, `send_cancel`, `drop_segment`, `kill_all`, `stop`, `close`, `observe`, `who`,
 `pids`.
 """
 
@@ -290,7 +290,7 @@ class Pump:
 
     def repair(self) -> None:
         """An exception broke into a change of state: start again from facts. Held: the lock."""
-        self.backend.kill_all()
+        unended = self.backend.kill_all()
         alive = self.ring.alive() - {lease.key for lease in self.ring.ended}
         while self.ring.ended:
             lease = self.ring.ended[0]
@@ -308,7 +308,7 @@ class Pump:
             self.ring.drop_segment(segment_id)
         self.num_recoveries += 1
         now_s = time.monotonic()
-        self.scheduler.recover(alive, set(self.ring.fences.leases()), set(self.ring.segments), now_s)
+        self.scheduler.recover(alive, set(self.ring.fences.leases()), unended, set(self.ring.segments), now_s)
         self.scheduler.dispatch(now_s)
         self._flush()
         self.is_dirty = False
@@ -351,7 +351,7 @@ class Pump:
             self._has_news = True
             failed = take_in()
             if failed is None:
-                worker.pid = self.backend.pid(command.worker_id)
+                worker.who = self.backend.who(command.worker_id)
             else:
                 self.scheduler.handle(failed, time.monotonic())
 

@@ -156,7 +156,7 @@ def waiting_line(scheduler: Scheduler, session: Session, observe: Any, waited_s:
         view = observe(worker.worker_id)
         doing = f"{view.stage}, sample {view.sample} of fill {view.serial}" if view is not None else "no process"
         mark = " has it" if worker.worker_id == batch.worker_id and batch.serial in worker.fills else ""
-        parts.append(f"worker {worker.worker_id} (pid {worker.pid}, {worker.state.value}){mark}: {doing}")
+        parts.append(f"worker {worker.worker_id} ({worker.who}, {worker.state.value}){mark}: {doing}")
     if scheduler.is_starved(session):
         parts.append("no slot is free")
     if scheduler.room.refusal is not None:

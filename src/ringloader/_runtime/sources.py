@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from ringloader import factory
@@ -118,24 +117,35 @@ def _pickle(dataset: Any) -> tuple[int, list[int], bool]:
     return fd, [part.nbytes for part in parts], pickled.needs_main
 
 
-def inline_build(dataset: Any, options: Options) -> Callable[[], tuple[Any, Collator]]:
-    """Return the function that gives the dataset and the collator on the caller's own thread."""
-    convert = options.batch_size is None and options.batch_sampler is None
-    collate_fn, init_fn, output = options.collate_fn, options.worker_init_fn, options.output
+class LocalBuild:
+    """Makes what workers in this very process need: nothing is pickled, any callable and any object will do."""
 
-    def build() -> tuple[Any, Collator]:
-        built = dataset.build() if isinstance(dataset, FactorySpec) else dataset
+    def __init__(self, dataset: Any, options: Options) -> None:
+        self._dataset = dataset
+        self._convert = options.batch_size is None and options.batch_sampler is None
+        self._output = options.output
+        self._collate_fn, self._init_fn = options.collate_fn, options.worker_init_fn
+        # Named by text or spec: refused here, where its words are the user's, as for processes.
+        if isinstance(self._collate_fn, (str, FactorySpec)):
+            self._collate_wire = factory.callable_to_wire(self._collate_fn, "collate_fn")
+        if isinstance(self._init_fn, (str, FactorySpec)):
+            self._init_wire = factory.callable_to_wire(self._init_fn, "worker_init_fn")
+
+    def dataset(self) -> Any:
+        """Build the dataset, or return the user's own. Raises what its factory raises."""
+        return self._dataset.build() if isinstance(self._dataset, FactorySpec) else self._dataset
+
+    def collator(self) -> Collator:
+        """Return a new collator; each worker needs its own."""
+        collate_fn = self._collate_fn
         if isinstance(collate_fn, (str, FactorySpec)):
-            collator = build_collator(
-                {"collate": factory.callable_to_wire(collate_fn, "collate_fn"), "output": output, "convert": convert}
-            )
-        else:
-            own = None if collate_fn is None or is_default(collate_fn) else collate_fn
-            collator = Collator(output=output, collate_fn=own, convert=convert)
-        if isinstance(init_fn, (str, FactorySpec)):
-            run_init({"init_fn": factory.callable_to_wire(init_fn, "worker_init_fn")}, 0)
-        elif init_fn is not None:
-            init_fn(0)
-        return built, collator
+            return build_collator({"collate": self._collate_wire, "output": self._output, "convert": self._convert})
+        own = None if collate_fn is None or is_default(collate_fn) else collate_fn
+        return Collator(output=self._output, collate_fn=own, convert=self._convert)
 
-    return build
+    def init(self, worker_id: int) -> None:
+        """Run the user's `worker_init_fn`."""
+        if isinstance(self._init_fn, (str, FactorySpec)):
+            run_init({"init_fn": self._init_wire}, worker_id)
+        elif self._init_fn is not None:
+            self._init_fn(worker_id)

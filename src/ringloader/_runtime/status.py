@@ -80,12 +80,23 @@ class StatusPage:
         words = self.words
         stage = words[_STAGE]
         return WorkerView(
-            words[_SERIAL], words[SAMPLE_WORD], words[_BEGAN] / 1e9, STAGES[stage] if 0 <= stage < len(STAGES) else "unknown"
+            words[_SERIAL],
+            words[SAMPLE_WORD],
+            words[_BEGAN] / 1e9,
+            STAGES[stage] if 0 <= stage < len(STAGES) else "unknown",
+            stage == FETCHING,
+            self.trace() if self._mapping[TRACE_OFFSET] else "",
         )
 
     def trace(self) -> str:
         """The stacks written so far."""
         return self._mapping[TRACE_OFFSET:PAGE_NBYTES].rstrip(b"\0").decode(errors="replace").strip()
+
+    def write_trace(self, text: str) -> None:
+        """Put a stack there for a worker that cannot do it itself, cut to what fits."""
+        self.clear_trace()
+        packed = text.encode(errors="replace")[-_TRACE_NBYTES:]
+        self._mapping[TRACE_OFFSET : TRACE_OFFSET + len(packed)] = packed
 
     def clear_trace(self) -> None:
         self._mapping[TRACE_OFFSET:PAGE_NBYTES] = bytes(_TRACE_NBYTES)

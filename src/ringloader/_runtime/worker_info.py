@@ -58,13 +58,13 @@ class WorkerInfo:
 
 
 _current: WorkerInfo | None = None
-# Inline several threads may each be in a batch of their own.
-_inline = threading.local()
+# Inline and in worker threads several threads may each be in a batch of their own.
+_thread = threading.local()
 
 
 def get_worker_info() -> WorkerInfo | None:
     """Return what is known about the worker this runs in; None in the training process."""
-    return getattr(_inline, "info", None) or _current
+    return getattr(_thread, "info", None) or _current
 
 
 def set_worker_info(info: WorkerInfo | None) -> None:
@@ -73,9 +73,9 @@ def set_worker_info(info: WorkerInfo | None) -> None:
     _current = info
 
 
-def set_inline_info(info: WorkerInfo | None) -> None:
+def set_thread_info(info: WorkerInfo | None) -> None:
     """Say what this thread is for the time being."""
-    _inline.info = info
+    _thread.info = info
 
 
 def tell_torch(module: Any) -> None:
