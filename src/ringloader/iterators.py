@@ -117,7 +117,7 @@ class LoaderIterator(Iterator[Any]):
         """Pull the sampler up to what this call is due; return what the session has not got yet."""
         session, pulled = self._session, self._pulled
         num_delivered = session.num_delivered + (session.in_hand is not None and session.arrived)
-        target = num_delivered - len(self._progress.kept) + 1 + self._num_ahead
+        target = num_delivered + session.num_gone - len(self._progress.kept) + 1 + self._num_ahead
         while pulled and pulled[0][0] < session.num_submitted:
             pulled.pop(0)
         while not self._is_pulled and (batch_id := session.num_submitted + len(pulled)) < target:
@@ -131,6 +131,7 @@ class LoaderIterator(Iterator[Any]):
                 self._is_pulled = True
             else:
                 pulled.append((batch_id, keys))
+                target += session.streams is not None and session.streams.is_gone(*session.streams.of(keys))
         return pulled
 
     def _note_skipped(self) -> None:

@@ -21,13 +21,13 @@ import numpy as np
 from ringloader._core.batching import EpochPlan
 from ringloader._core.policy import FaultPolicy
 from ringloader._core.state import State
-from ringloader._runtime import backends, cuda, lifetime, options, sources, wrapping
+from ringloader._runtime import backends, building, cuda, lifetime, options, sources, wrapping
 from ringloader._runtime.engine import Engine
 from ringloader._runtime.keys import num_sampled
 from ringloader._runtime.ring import Ring
 from ringloader._specs import main_module
 from ringloader.errors import ClosedError, ConfigError
-from ringloader.factory import FactorySpec
+from ringloader.factory import FactorySpec, find_process_spec
 from ringloader.iterators import DeviceIterator, LoaderIterator
 from ringloader.progress import Place, Progress, name_keys, order_of, own_state
 from ringloader.samplers import follow_epoch, resolve_rank, set_epoch
@@ -130,8 +130,11 @@ class Loader:
         self._skipped: list[object] = []
         self._num_forgotten = 0  # skipped before a resumption, and not named
         self._facts: dict[str, Any] | None = None  # of the dataset
+        self._streams_known: bool | None = None  # whether it is an iterable one, once that is known
         self._progress: Progress | None = None  # of the epoch begun last
         self._resumed: State | None = None  # where the next one goes on
+        if not isinstance(dataset, FactorySpec) and find_process_spec(dataset) is None:
+            self._is_iterable()  # refuses options that an iterable dataset cannot have
         self._say_sharding()
 
     # --- what torch's loader has too ------------------------------------------------------------------------------------
@@ -146,7 +149,9 @@ class Loader:
             resumed = self._resumed
             progress = self._begin(engine)
             try:
-                progress.session = engine.open_session(progress.place.epoch, in_order=self._options.in_order)
+                progress.session = engine.open_session(
+                    progress.place.epoch, in_order=self._options.in_order, streams=progress.streams
+                )
             except BaseException:
                 self._epoch, self._resumed = progress.place.epoch, resumed  # as if it had not been called
                 raise
@@ -163,6 +168,8 @@ class Loader:
     def __len__(self) -> int:
         """Batches per epoch on this rank. Raises TypeError when a sampler has no length."""
         opts = self._options
+        if self._is_iterable():
+            return self._num_streamed()
         if opts.batch_sampler is not None:
             return num_sampled(opts.batch_sampler, None, batched=True, drop_last=False)
         if opts.sampler is not None:
@@ -381,16 +388,40 @@ class Loader:
             for sampler in (self._options.sampler, self._options.batch_sampler):
                 follow_epoch(sampler, place.epoch)
             plan = self._own_plan(place.epoch, place.position)
-            return Progress(place, self._options, plan, self._rank, self._world_size)
+            num_streams = max(1, self._options.num_workers) if self._is_iterable() else 0
+            return Progress(place, self._options, plan, self._rank, self._world_size, num_streams)
         except BaseException:
             self._epoch, self._resumed = place.epoch, resumed  # as if it had not been called
             raise
 
     def _own_plan(self, epoch: int, start: int = 0) -> EpochPlan | None:
-        """Our own order of an epoch, None where a sampler of the user's decides."""
-        if self._options.batch_sampler is not None or self._options.sampler is not None:
+        """Our own order of an epoch, None where a sampler of the user's decides, or an iterable dataset."""
+        if self._options.batch_sampler is not None or self._options.sampler is not None or self._is_iterable():
             return None
         return self._plan(self.dataset_size, epoch, start)
+
+    def _is_iterable(self) -> bool:
+        """Whether the dataset is read from its beginning on. Raises ConfigError for options that such a one cannot have."""
+        if self._streams_known is None:
+            if isinstance(self.dataset, FactorySpec) or find_process_spec(self.dataset) is not None:
+                self._facts = self._facts or self._running().dataset_facts()
+                is_iterable = bool(self._facts["iterable"])
+            else:
+                is_iterable = building.is_iterable(self.dataset)
+            if is_iterable:
+                sources.check_stream_options(self._options)
+            self._streams_known = is_iterable
+        return self._streams_known
+
+    def _num_streamed(self) -> int:
+        """Batches of an iterable dataset, by torch's rule. Raises TypeError when it has no length."""
+        self._facts = self._facts or self._running().dataset_facts()
+        length: int = self._facts["stream_length"]
+        opts = self._options
+        if length < 0:
+            raise TypeError("the iterable dataset has no __len__, so the number of its batches is not known")
+        size = opts.batch_size or 1
+        return length // size if opts.drop_last else -(-length // size)
 
     def _identity(self, epoch: int) -> dict[str, Any]:
         """What a saved state must have in common with this loader."""
@@ -400,9 +431,15 @@ class Loader:
         return {
             "size": self._facts["length"],
             "seed": self._options.seed,
-            "order": order_of(self._options, self._own_plan(epoch), epoch),
+            "order": self._order(epoch),
             "fingerprint": self._facts["fingerprint"],
         }
+
+    def _order(self, epoch: int) -> str:
+        if self._is_iterable():
+            opts = self._options
+            return f"streams of {max(1, opts.num_workers)} workers, {self._world_size} ranks, batch_size={opts.batch_size}"
+        return order_of(self._options, self._own_plan(epoch), epoch)
 
     def _plan(self, size: int, epoch: int, start: int = 0) -> EpochPlan:
         opts = self._options

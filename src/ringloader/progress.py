@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ringloader._core import values
 from ringloader._core.batching import EpochPlan
 from ringloader._core.session import Session
 from ringloader._core.state import MAX_NAMED, State
-from ringloader._runtime.keys import EXHAUSTED, ExceptKeys, KeySource, PlannedKeys, SampledKeys, discard
+from ringloader._core.streams import Streams
+from ringloader._runtime.keys import EXHAUSTED, ExceptKeys, KeySource, PlannedKeys, SampledKeys, StreamKeys, discard
 from ringloader._runtime.options import Options
 from ringloader.errors import ConfigError
 from ringloader.samplers import describe
@@ -41,12 +43,15 @@ class Place:
 
 
 class Progress:
-    """One epoch of one loader. `plan` is our own order, None where a sampler of the user's decides.
+    """One epoch of one loader.
 
+    plan: our own order, None where a sampler of the user's decides, or an iterable dataset, which has `num_streams` streams.
     kept: numbers of the batches that have arrived at the iterator and not gone on to the user, oldest first.
     """
 
-    def __init__(self, place: Place, options: Options, plan: EpochPlan | None, rank: int, world_size: int) -> None:
+    def __init__(
+        self, place: Place, options: Options, plan: EpochPlan | None, rank: int, world_size: int, num_streams: int = 0
+    ) -> None:
         self.place = place
         self.is_over = False
         self.kept: tuple[int, ...] = ()
@@ -55,11 +60,25 @@ class Progress:
         self._world_size = world_size
         self._options = options
         self._unit = options.batch_size or 1
+        self.streams = self._take_up(num_streams) if num_streams else None
         self.source = self._make_source(rank)
 
     def _make_source(self, rank: int) -> KeySource:
-        source: KeySource = PlannedKeys(self._plan) if self._plan is not None else self._sampled(rank)
+        source: KeySource
+        if self.streams is not None:
+            source = StreamKeys(self.streams, first=self.place.position, rank=rank, world_size=self._world_size)
+        else:
+            source = PlannedKeys(self._plan) if self._plan is not None else self._sampled(rank)
         return ExceptKeys(source, self.place.above) if self.place.above else source
+
+    def _take_up(self, num_streams: int) -> Streams:
+        """The streams of an iterable dataset, where they were left."""
+        saved, states = self.place.sampler, []
+        if saved is not None:
+            for stream, known in enumerate(saved):
+                if known is not None:
+                    states.append((stream, int(known[0]), values.encode(known[1])))
+        return Streams(num_streams, states, num_streams * self._options.prefetch_factor)
 
     def _sampled(self, rank: int) -> SampledKeys:
         place, opts = self.place, self._options
@@ -109,11 +128,14 @@ class Progress:
             watermark += 1  # what was left out of this epoch from its beginning
         above = tuple(sorted(number - watermark for number in done if number > watermark))
         # A sampler's state fits what comes next only where nothing is left out between.
-        state = source.sampler_state(watermark) if self._plan is None and not above else None
+        has_state = self._plan is None and (not above or self.streams is not None)
+        state = source.sampler_state(watermark) if has_state else None
         return Place(self.place.epoch, self._position(watermark), above, state)
 
     def _position(self, num_batches: int) -> int:
         start = self.place.position
+        if self.streams is not None:
+            return start + num_batches
         if self._plan is None:
             return start + num_batches * (1 if self._options.batch_sampler is not None else self._unit)
         consumed = min(num_batches * self._unit, self._plan.num_samples)

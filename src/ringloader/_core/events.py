@@ -146,13 +146,20 @@ class DropSegment:
 
 
 @record
+class DropSession:
+    """Have every worker let go of a session's streams."""
+
+    session_id: int
+
+
+@record
 class Warn:
     """Tell the user, now, through the log."""
 
     text: str
 
 
-Command = StartWorker | KillWorker | AbandonWorker | SendFill | SendCancel | AddSegment | DropSegment | Warn
+Command = StartWorker | KillWorker | AbandonWorker | SendFill | SendCancel | AddSegment | DropSegment | DropSession | Warn
 
 
 @record

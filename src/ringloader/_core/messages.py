@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ringloader._core.records import record
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NO_SLOT = -1
 
 
@@ -47,7 +47,8 @@ class StartFailed:
 class Fill:
     """Fetch `keys`, collate them into the slot. Carries one descriptor per entry of `attach` ([segment_id, nbytes]).
 
-    `keys` is packed int64 when `int_keys`, else a coded list. `position` is the global position of the batch's first sample in
+    `keys` is packed int64 when `int_keys`, else a coded list: for an iterable dataset stream, number, and the number and state
+    from which to read on (-1: none). `position` is the global position of the batch's first sample in
     the epoch's permutation: the key of every random draw. `slot_id` is -1 when the size is not known yet.
     """
 
@@ -83,6 +84,13 @@ class DropSegment:
 
 
 @record
+class DropSession:
+    """Let go of the streams of a session that is over."""
+
+    session_id: int
+
+
+@record
 class Stop:
     """Leave politely, after what is in progress."""
 
@@ -110,6 +118,25 @@ class Filled:
 
 
 @record
+class StreamState:
+    """Comes before the `Filled` of a batch from an iterable dataset that saves its state: that state, packed."""
+
+    serial: int
+    generation: int
+    state: bytes
+
+
+@record
+class Ended:
+    """The stream has ended after `num_batches`. `failure` is what it raised last, if it did."""
+
+    serial: int
+    generation: int
+    num_batches: int
+    failure: str
+
+
+@record
 class NeedRoom:
     """The batch needs `nbytes`; its samples are kept until a larger slot or a `Cancel` comes (`kept`), or will be fetched
     again."""
@@ -123,7 +150,8 @@ class NeedRoom:
 @record
 class Failed:
     """The batch could not be made. `kind` is "sample" (the dataset raised at `sample`), "collate" (the
-    `collate_fn` did), "set_epoch" (the dataset's method did) or "layout" (samples disagree).
+    `collate_fn` did), "set_epoch" (the dataset's method did), "layout" (samples disagree) or "unsharded" (every worker would
+    read the same stream).
 
     `sample` is the place within the batch, -1 when no single sample is to blame.
     """
@@ -146,6 +174,6 @@ class Cancelled:
     generation: int
 
 
-ToWorker = Setup | Fill | Cancel | DropSegment | Stop
-FromWorker = Ready | StartFailed | Filled | NeedRoom | Failed | Cancelled
+ToWorker = Setup | Fill | Cancel | DropSegment | DropSession | Stop
+FromWorker = Ready | StartFailed | Filled | StreamState | Ended | NeedRoom | Failed | Cancelled
 Message = ToWorker | FromWorker

@@ -39,6 +39,9 @@ _KINDS: tuple[type[Any], ...] = (
     messages.NeedRoom,
     messages.Failed,
     messages.Cancelled,
+    messages.DropSession,
+    messages.StreamState,
+    messages.Ended,
 )
 _WIRE_TYPES = {"int": int, "str": str, "bytes": bytes, "bool": bool}
 

@@ -122,6 +122,10 @@ class Room:
     def _room_for_oldest(self, session: Session, need: int) -> bool:
         """Room for the oldest missing batch comes first: revoke younger ready batches, youngest first, before giving up."""
         younger = session.youngest_ready()
+        if younger is not None and session.streams is not None and session.in_order:
+            # It would have to be read again from the stream's beginning: one slot above the bound is cheaper.
+            self._grow(need, forced=True)
+            return False
         if younger is not None and not session.in_order:
             return False  # it can be handed over as it is, and its slot comes back that way
         if younger is not None:

@@ -56,6 +56,7 @@ class Scheduler:
             msg.NeedRoom: self._on_need_room,
             msg.Failed: self._on_failed,
             msg.Cancelled: self._on_cancelled,
+            msg.Ended: self._on_ended,
         }
 
     # --- what the shell tells -------------------------------------------------------------------------------------------
@@ -91,6 +92,8 @@ class Scheduler:
                 self._cancel(session_id, batch)
             elif batch.sticky_worker >= 0:
                 self._drop_stash(session_id, batch)
+        if session.streams is not None:
+            self.outbox.append(ev.DropSession(session_id))
         self.room.refusal = None
 
     def submit(self, session_id: int, batch_id: int, keys: ev.Keys) -> None:
@@ -125,6 +128,8 @@ class Scheduler:
             self.supervision.start_failed(worker, message)  # type: ignore[arg-type]
         elif kind in self._answers:
             self._on_answer(worker, message)
+        elif kind is msg.StreamState:
+            self._note_state(worker, message)  # type: ignore[arg-type]
         else:
             self.supervision.broken(ev.WorkerBroken(worker_id, incarnation, f"sent a {kind.__name__} message"), now_s)
 
@@ -243,6 +248,8 @@ class Scheduler:
                 # Nothing of this batch lives in memory: it needs no lease.
                 self.slots.apply(slot, SlotEvent.REVOKE)
                 batch.slot_id = msg.NO_SLOT
+        if session.streams is not None:
+            session.streams.made(batch.stream, batch.number)
         self.slots.learn(message.nbytes)
         session.busy_ns += message.fetch_ns + message.collate_ns
         session.ready(batch, message)
@@ -277,6 +284,33 @@ class Scheduler:
         if batch is not None:
             self.sessions[fill.session_id].wait(batch)
 
+    def _on_ended(self, worker: Worker, message: msg.Ended, fill: msg.Fill, batch: Batch | None) -> None:
+        self.room.take_back(fill)
+        if batch is None:
+            return
+        session = self.sessions[fill.session_id]
+        assert session.streams is not None
+        num_made = session.streams.num_made.get(batch.stream, 0)
+        if message.failure:
+            text = f"the stream of worker {batch.stream} has ended after it raised {message.failure}: its rest, if any, is lost"
+            self.outbox.append(ev.Warn(text))
+        elif message.num_batches < num_made:
+            text = (
+                f"the stream of worker {batch.stream} could not be read again: it gave {num_made} batches, and now ended after "
+                f"{message.num_batches}; its rest is lost (a dataset that cannot be read again says so by can_replay = False)"
+            )
+            self.outbox.append(ev.Warn(text))
+        session.end_stream(batch.stream, batch.number)
+
+    def _note_state(self, worker: Worker, message: msg.StreamState) -> None:
+        session_id, fill = worker.fills.get(message.serial, (-1, None))
+        session = self.sessions.get(session_id)
+        batch = session.batches.get(fill.batch_id) if session is not None and fill is not None else None
+        if session is None or batch is None or session.streams is None or fill.generation != message.generation:  # type: ignore[union-attr]
+            self.num_stale += 1
+            return
+        session.streams.note(batch.stream, batch.number + 1, message.state)
+
     # --- decisions ------------------------------------------------------------------------------------------------------
 
     def _cancel(self, session_id: int, batch: Batch) -> None:
@@ -299,7 +333,10 @@ class Scheduler:
         if batch is None:
             session.starved = False
             return False
-        worker = self._worker_for(batch)
+        if session.streams is None:
+            worker = self._worker_for(batch)
+        else:
+            batch, worker = self._stream_worker(session)
         if worker is None:
             return False
         need = batch.need_nbytes if batch.need_nbytes is not None else session.slot_nbytes
@@ -329,9 +366,27 @@ class Scheduler:
             batch.sticky_worker = -1
         return self.workers.least_loaded()
 
+    def _stream_worker(self, session: Session) -> tuple[Batch, Worker | None]:
+        """The oldest batch whose worker can take it: each stream has one, and is not held up by others."""
+        first = session.first_waiting()
+        for batch in first:
+            worker = self.workers.all[batch.stream % len(self.workers.all)]
+            if worker.state is WorkerState.GIVEN_UP:
+                left = [other for other in self.workers.all if other.state is not WorkerState.GIVEN_UP]
+                if not left:
+                    break
+                worker = left[batch.stream % len(left)]
+            is_keeper = batch.sticky_worker == worker.worker_id and worker.state is WorkerState.RUNNING
+            if is_keeper or worker.is_available(self.policy.prefetch_factor):
+                return batch, worker
+        return first[0], None
+
     def _issue(self, session: Session, batch: Batch, worker: Worker, slot: Any) -> None:
         serial, self._next_serial = self._next_serial, self._next_serial + 1
         keys = batch.keys
+        packed = keys.packed
+        if session.streams is not None:
+            packed = session.streams.issue(keys, worker.worker_id, worker.incarnation)
         fill = msg.Fill(
             session.session_id,
             batch.batch_id,
@@ -344,7 +399,7 @@ class Scheduler:
             session.epoch,
             keys.position,
             keys.int_keys,
-            keys.packed,
+            packed,
             [],
         )
         batch.state, batch.serial, batch.slot_id = BatchState.ISSUED, serial, fill.slot_id

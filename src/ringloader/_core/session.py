@@ -17,6 +17,7 @@ import numpy as np
 from ringloader._core import values
 from ringloader._core.events import Keys
 from ringloader._core.messages import NO_SLOT, Failed, Filled
+from ringloader._core.streams import Streams
 
 # How many batches say what the next slot must hold; one that does not fit costs a message, not its samples.
 _RECENT_BATCHES = 16
@@ -63,6 +64,8 @@ class Batch:
     deaths: dict[int, int] = field(default_factory=dict)
     charged: dict[int, list[int]] = field(default_factory=dict)  # sample → ids of the workers that died of it
     last_exit: str = ""
+    stream: int = -1  # of an iterable dataset
+    number: int = -1  # within the stream
 
     def wait_again(self) -> None:
         """Forget what was made; the keys stay."""
@@ -70,17 +73,19 @@ class Batch:
         self.filled = self.fault = None
 
     def key_list(self) -> list[object]:
-        """The keys as Python values."""
-        return unpack_keys(self.keys)
+        """The keys as Python values; samples of a stream have none."""
+        return [] if self.stream >= 0 else unpack_keys(self.keys)
 
 
 class Session:
     """The batches of one iteration, in order."""
 
-    def __init__(self, session_id: int, epoch: int, *, in_order: bool) -> None:
+    def __init__(self, session_id: int, epoch: int, *, in_order: bool, streams: Streams | None = None) -> None:
         self.session_id = session_id
         self.epoch = epoch
         self.in_order = in_order
+        self.streams = streams
+        self.num_gone = 0  # batches that turned out not to exist: their stream had ended
         self.batches: dict[int, Batch] = {}
         self.in_hand: Batch | None = None
         self.num_submitted = 0
@@ -101,11 +106,19 @@ class Session:
 
     def submit(self, batch_id: int, keys: Keys) -> None:
         """Take in the next batch; a second time for the same id changes nothing."""
-        if batch_id == self.num_submitted:
-            self.batches[batch_id] = Batch(batch_id, keys, self._last_keys)
-            self._last_keys = keys
-            heapq.heappush(self._waiting, batch_id)
-            self.num_submitted = batch_id + 1
+        if batch_id != self.num_submitted:
+            return
+        batch = Batch(batch_id, keys, self._last_keys)
+        if self.streams is not None:
+            batch.stream, batch.number = self.streams.of(keys)
+            if self.streams.is_gone(batch.stream, batch.number):
+                self.num_gone += 1
+                self.num_submitted = batch_id + 1
+                return
+        self.batches[batch_id] = batch
+        self._last_keys = keys
+        heapq.heappush(self._waiting, batch_id)
+        self.num_submitted = batch_id + 1
 
     def oldest_waiting(self) -> Batch | None:
         """The batch to issue next: re-issues come before new ones, being older."""
@@ -115,6 +128,24 @@ class Session:
                 return batch
             heapq.heappop(self._waiting)
         return None
+
+    def first_waiting(self) -> list[Batch]:
+        """The oldest waiting batch of each stream, oldest first."""
+        found: dict[int, Batch] = {}
+        for batch_id in sorted(set(self._waiting)):
+            batch = self.batches.get(batch_id)
+            if batch is not None and batch.state is _WAITING:
+                found.setdefault(batch.stream, batch)
+        return list(found.values())
+
+    def end_stream(self, stream: int, number: int) -> None:
+        """A stream has no more than `number` batches: those beyond will never come."""
+        assert self.streams is not None
+        self.streams.end(stream, number)
+        gone = [b for b in self.batches.values() if b.stream == stream and b.number >= number and b.state not in _DONE]
+        for batch in gone:
+            del self.batches[batch.batch_id]
+            self.num_gone += 1
 
     def wait(self, batch: Batch) -> None:
         """Put a batch back among those to be issued."""
@@ -207,13 +238,16 @@ class Session:
                 self._completed(batch)
 
     def finished(self) -> bool:
-        return self.ended and not self.batches
+        is_over = self.ended or (self.streams is not None and self.streams.are_over)
+        return is_over and not self.batches
 
     def leave_out(self, batch: Batch, sample: int, *, replace: bool) -> bool:
         """Skip or replace the sample at a place of a batch; False when no good sample is left.
 
         Another sample of the batch stands in, or, when there is none, one of the batch before: it is known whatever the timing.
         """
+        if batch.stream >= 0:
+            return False  # what a stream has given is gone; there is nothing to ask for again
         keys = batch.key_list()
         bad = keys[sample]
         others = [key for key in keys if key != bad and key not in self.skipped]

@@ -118,7 +118,8 @@ _WORDS = {
 _ADVICE = {
     "size": "positions in it mean nothing here",
     "seed": "the rest of the epoch would be another one; give the same seed",
-    "order": "the rest of the epoch would be another one; give the same shuffle or sampler",
+    "order": "the rest of the epoch would be another one; give the same shuffle or sampler, and with an iterable dataset the "
+    "same num_workers, world_size and batch_size",
     "fingerprint": "its samples are others",
 }
 

@@ -88,6 +88,8 @@ class Supervision:
             story += _scene(blamed[1], death)
         if blamed is not None and death.sample >= 0:
             restarts = self._blame(worker, *blamed, death.sample, story, restarts=restarts)
+        if blamed is not None and blamed[0].streams is not None and not (self.dataset_facts or {}).get("can_replay", True):
+            story += "; its stream cannot be read again (can_replay), so what was read and not delivered is lost: at most once"
         self._tell_death(worker, story, death, restarts=restarts)
         self.workers.plan_look(now_s)
 
@@ -127,6 +129,8 @@ class Supervision:
             return True
         if is_bad or self.is_lost:
             session.fail(batch, Fault("deaths", sample, worker.worker_id, None, story))
+            if session.streams is not None:
+                session.end_stream(batch.stream, batch.number + 1)  # beyond the sample that kills nobody can read
         return restarts
 
     def _tell_death(self, worker: Worker, story: str, death: ev.Death, *, restarts: bool) -> None:

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 from ringloader._runtime.seeding import LateImports, Seeder, Undisturbed
-from ringloader._runtime.worker_info import WorkerInfo, get_worker_info, set_thread_info
+from ringloader._runtime.worker_info import WorkerInfo, current_info, set_thread_info
 
 # The generators are the process's: two threads at once would each put back what the other had lent.
 LENDING = threading.RLock()
@@ -26,7 +26,7 @@ class AsWorker:
         self._undisturbed = Undisturbed()
 
     def __enter__(self) -> None:
-        self._outer = get_worker_info()
+        self._outer = current_info()
         self._undisturbed.__enter__()
         set_thread_info(self._info)
         if self._late is not None:

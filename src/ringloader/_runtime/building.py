@@ -53,20 +53,30 @@ def build_dataset(settings: dict[str, Any], payload: list[int]) -> Any:
 def describe(dataset: Any) -> dict[str, Any]:
     """The facts of a dataset that the parent asks for: length (-1: none) and fingerprint ("": none)."""
     fingerprint = getattr(dataset, "fingerprint", None)
+    length = len(dataset) if hasattr(dataset, "__len__") else -1
+    streams = is_iterable(dataset)
     return {
-        "length": len(dataset) if hasattr(dataset, "__len__") else -1,
-        "fingerprint": str(fingerprint()) if callable(fingerprint) else "",
+        # Workers that were given a part of a stream each may count it alone.
+        "length": -1 if streams else length,
+        "fingerprint": str(fingerprint()) if callable(fingerprint) and not streams else "",
+        "iterable": streams,
+        "stream_length": length if streams else -1,
+        "can_replay": bool(getattr(dataset, "can_replay", True)),
     }
+
+
+def is_iterable(dataset: Any) -> bool:
+    """A dataset that is read from its beginning on: torch's `IterableDataset`, or what can be iterated and not indexed."""
+    if any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__):
+        return True  # torch's base class has a __getitem__ that raises
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
 def check_built(dataset: Any) -> None:
     """Refuse what a factory built and no loader can read. Raises TypeError."""
-    if not hasattr(dataset, "__getitem__"):
+    if not hasattr(dataset, "__getitem__") and not is_iterable(dataset):
         kind = type(dataset).__qualname__
-        what = "is iterable only" if hasattr(dataset, "__iter__") else "has no __getitem__"
-        raise TypeError(
-            f"the factory built a {kind}, which {what}; this version reads map-style datasets (__len__, __getitem__)"
-        )
+        raise TypeError(f"the factory built a {kind}, which has neither __getitem__ nor __iter__: it is no dataset")
 
 
 PAYLOAD_ALIGNMENT = 64

@@ -21,6 +21,7 @@ from ringloader._core import events as ev
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Session
+from ringloader._core.streams import Streams
 from ringloader._runtime import lifetime, reports
 from ringloader._runtime.delivery import Delivery
 from ringloader._runtime.pool import STOP_S
@@ -79,10 +80,10 @@ class Engine:
         facts: dict[str, Any] = got
         return facts
 
-    def open_session(self, epoch: int, *, in_order: bool) -> Session:
+    def open_session(self, epoch: int, *, in_order: bool, streams: Streams | None = None) -> Session:
         """Begin an iteration."""
         session_id, self._next_session_id = self._next_session_id, self._next_session_id + 1
-        session = Session(session_id, epoch, in_order=in_order)
+        session = Session(session_id, epoch, in_order=in_order, streams=streams)
         self.pump.step([], lambda: self.scheduler.open_session(session))
         return session
 

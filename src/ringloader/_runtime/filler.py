@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.collate import Collated, Collator
+from ringloader._collate.collate import Batch, Collated, Collator
 from ringloader._collate.written import Writer, offers
 from ringloader._core import messages as msg
 from ringloader._core import values
@@ -36,16 +36,15 @@ _CUT = "\n... cut, {size:,} characters in all ...\n"
 
 
 @record
-class _Kept:
+class Kept:
     """A batch that waits for room."""
 
-    batch_id: int
     collated: Collated | _Copied
     num_samples: int
     fetch_ns: int
 
 
-def _keep(made: _Kept) -> _Kept:
+def _keep(made: Kept) -> Kept:
     """Take a copy of a batch's bytes out of the user's memory."""
     if isinstance(made.collated, _Copied):
         return made
@@ -99,7 +98,8 @@ class Filler:
         self._defines_once = defines_once
         self._doing = "sample"  # what an exception is blamed on
         self._epoch: int | None = None
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[tuple[int, int], Kept] = {}  # (session id, batch id) →
+        self.preface: msg.FromWorker | None = None  # what is to be said before the answer
         self._layout_ids: OrderedDict[Layout, int] = OrderedDict()
         self._next_layout_id = 0
         # torch looks for the method and for its truth, so that a wrapper can switch it off with None.
@@ -110,14 +110,11 @@ class Filler:
         """Carry out one Fill into `slot` (1-D uint8, None: no room yet) and return the answer."""
         began_ns = time.monotonic_ns()
         self._page.begin(fill.serial, began_ns)
-        kept = self._kept.get(fill.session_id)
+        self.preface = None
+        kept = self._kept.pop((fill.session_id, fill.batch_id), None)
         answer: msg.FromWorker
         try:
-            if kept is not None and kept.batch_id == fill.batch_id:
-                del self._kept[fill.session_id]
-                answer = self._place(fill, kept, slot)
-            else:
-                answer = self._make(fill, slot, began_ns)
+            answer = self._place(fill, kept, slot) if kept is not None else self._make(fill, slot, began_ns)
         except CancelledFill:
             answer = msg.Cancelled(fill.serial, fill.generation)
         except SystemExit:
@@ -138,9 +135,15 @@ class Filler:
 
     def cancel(self, session_id: int, batch_id: int) -> None:
         """Forget samples kept for a batch."""
-        kept = self._kept.get(session_id)
-        if kept is not None and kept.batch_id == batch_id:
-            del self._kept[session_id]
+        self._kept.pop((session_id, batch_id), None)
+
+    def drop_session(self, session_id: int) -> None:
+        """Forget what belongs to a session that is over."""
+        self._forget_kept(session_id)
+
+    def _forget_kept(self, session_id: int) -> None:
+        for key in [key for key in self._kept if key[0] == session_id]:
+            del self._kept[key]
 
     def _make(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None, began_ns: int) -> msg.FromWorker:
         self._set_epoch(fill.epoch)
@@ -157,11 +160,17 @@ class Filler:
             batch.extend(self._getitems(keys))
         else:
             self._fetch_each(fill, keys, batch)
+        return self._collated(fill, batch, len(keys), slot, began_ns)
+
+    def _collated(
+        self, fill: msg.Fill, batch: Batch, num_samples: int, slot: np.ndarray[Any, Any] | None, began_ns: int
+    ) -> msg.FromWorker:
+        """Collate the samples that were fetched, and answer."""
         fetched_ns = time.monotonic_ns()
         self._page.stage(status.COLLATING)
         self._doing = "collate"
         collated = batch.finish()
-        kept = _Kept(fill.batch_id, collated, len(keys), fetched_ns - began_ns)
+        kept = Kept(collated, num_samples, fetched_ns - began_ns)
         if collated.written or not collated.nbytes:
             return self._filled(fill, kept, time.monotonic_ns() - fetched_ns)
         return self._place(fill, kept, slot)
@@ -174,7 +183,7 @@ class Filler:
             if slot is None or len(slot) < collated.nbytes:
                 return msg.NeedRoom(fill.serial, fill.generation, collated.nbytes, False)
             writer.write(collated, indices, slot)
-        made = _Kept(fill.batch_id, collated, len(indices), time.monotonic_ns() - began_ns)
+        made = Kept(collated, len(indices), time.monotonic_ns() - began_ns)
         return self._filled(fill, made, 0)
 
     def _fetch_each(self, fill: msg.Fill, keys: list[Any], batch: Any) -> None:
@@ -199,21 +208,26 @@ class Filler:
         else:
             self._seeder.for_position(fill.epoch, fill.position, place + 1)
 
-    def _place(self, fill: msg.Fill, kept: _Kept, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
+    def _place(self, fill: msg.Fill, kept: Kept, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
         """Write a made batch into the slot, or keep it and ask for room."""
         self._page.stage(status.COLLATING)
         nbytes = kept.collated.nbytes
         if nbytes and (slot is None or len(slot) < nbytes):
-            # One batch per session is kept, never more: an older one is fetched again when its Fill comes. Kept are its bytes,
-            # not the samples: a dataset may return one buffer again and again, and the next Fill comes before the room.
-            self._kept[fill.session_id] = _keep(kept)
+            # Kept are a batch's bytes, not its samples: a dataset may return one buffer again and again, and the next Fill
+            # comes before the room.
+            self._make_place(fill.session_id)
+            self._kept[fill.session_id, fill.batch_id] = _keep(kept)
             return msg.NeedRoom(fill.serial, fill.generation, nbytes, True)
         began_ns = time.monotonic_ns()
         if nbytes:
             kept.collated.write(slot)  # type: ignore[arg-type]
         return self._filled(fill, kept, time.monotonic_ns() - began_ns)
 
-    def _filled(self, fill: msg.Fill, made: _Kept, collate_ns: int) -> msg.Filled:
+    def _make_place(self, session_id: int) -> None:
+        # One batch per session is kept, never more: an older one is fetched again when its Fill comes.
+        self._forget_kept(session_id)
+
+    def _filled(self, fill: msg.Fill, made: Kept, collate_ns: int) -> msg.Filled:
         collated = made.collated
         layout_id, definition = self._layout_id(collated.layout)
         return msg.Filled(

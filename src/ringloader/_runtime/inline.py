@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.sources import LocalBuild
 from ringloader._runtime.status import STAGES, StatusPage
+from ringloader._runtime.stream_filler import StreamFiller
 from ringloader._runtime.worker_info import WorkerInfo
 
 _PAUSE_S = 0.02
@@ -48,6 +50,7 @@ class InlinePool:
         os.close(page_fd)
         self._queue: deque[tuple[msg.Fill, Segment | None]] = deque()
         self._facts: deque[Fact] = deque()
+        self._dropped: deque[int] = deque()  # sessions that are over
         self._filler: Filler | None = None
         self._incarnation = 0
 
@@ -57,6 +60,8 @@ class InlinePool:
             fill, segment = self._queue[0]
             answer = self._fill(fill, segment)
             # Only now: an interrupt in the user's code leaves the Fill where it was.
+            if filler_says := self._preface():
+                self._facts.append((0, self._incarnation, filler_says))
             self._facts.append((0, self._incarnation, answer))
             if self._queue and self._queue[0][0] is fill:
                 self._queue.popleft()
@@ -92,17 +97,14 @@ class InlinePool:
             self._build.init(0)
             check_built(dataset)
             self._info.dataset = dataset
-            self._filler = Filler(
-                dataset,
-                collator,
-                self._seeder,
-                self._info,
-                self._page,
-                seed_per=self._seed_per,
-                catch=Exception,
-                defines_once=False,
-            )
             facts = {**describe(dataset), "digests": {}}
+            parts = (dataset, collator, self._seeder, self._info, self._page)
+            options: dict[str, Any] = {"seed_per": self._seed_per, "catch": Exception, "defines_once": False}
+            if facts["iterable"]:
+                size, drop_last = self._build.batch_size, self._build.drop_last
+                self._filler = StreamFiller(*parts, batch_size=size, drop_last=drop_last, **options)
+            else:
+                self._filler = Filler(*parts, **options)
         except Exception as error:
             stage = STAGES[2]
             return msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), format_traceback(error))
@@ -115,9 +117,14 @@ class InlinePool:
         if segment is not None and fill.capacity:
             slot = np.frombuffer(segment.mapping, np.uint8, fill.capacity, fill.offset)
         with LENDING, self._as_worker():
+            while self._dropped:
+                filler.drop_session(self._dropped.popleft())
             answer = filler.fill(fill, slot)
         filler.done(made=isinstance(answer, msg.Filled))
         return answer
+
+    def _preface(self) -> msg.FromWorker | None:
+        return self._filler.preface if self._filler is not None else None
 
     def _as_worker(self) -> AsWorker:
         return AsWorker(self._info, self._seeder)
@@ -137,6 +144,10 @@ class InlinePool:
 
     def drop_segment(self, segment_id: int) -> None:
         pass
+
+    def drop_session(self, session_id: int) -> None:
+        # Later: ending a generator runs the user's code, and the pump's lock is held here.
+        self._dropped.append(session_id)
 
     def kill_worker(self, worker_id: int, incarnation: int, *, dump: bool) -> None:
         raise AssertionError("an inline worker is never overdue")

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from ringloader._core import values
 from ringloader._core.batching import EpochPlan
 from ringloader._core.events import Keys
 from ringloader._core.session import pack_keys
+from ringloader._core.streams import Streams, stream_keys
 from ringloader.errors import ConfigError, LoaderError
 
 # Stands for the state of a sampler that gives no more in this epoch.
@@ -71,6 +73,31 @@ class ExceptKeys:
 
     def sampler_state(self, num_batches: int) -> Any:
         return self._source.sampler_state(num_batches)
+
+
+class StreamKeys:
+    """The batches of an iterable dataset, in their fixed interleave. `first` is the number of this epoch's first batch here."""
+
+    def __init__(self, streams: Streams, *, first: int, rank: int, world_size: int) -> None:
+        self._streams = streams
+        self._first = first
+        self._rank, self._world_size = rank, world_size
+
+    def pull(self, batch_id: int) -> Keys | None:
+        if self._streams.are_over:
+            return None
+        index = self._first + batch_id
+        number, stream = divmod(index, self._streams.num_streams)
+        return stream_keys(stream, number, -1 - (index * self._world_size + self._rank))
+
+    def sampler_state(self, num_batches: int) -> Any:
+        """Per stream its latest [number, state] from which the rest of the epoch can be reached; None where none is saved."""
+        streams, index = self._streams, self._first + num_batches
+        found = []
+        for stream in range(streams.num_streams):
+            known = streams.state_before(stream, -(-(index - stream) // streams.num_streams))
+            found.append(None if known is None else [known[0], values.decode(known[1])])
+        return found if any(found) else None
 
 
 class SampledKeys:

@@ -212,6 +212,11 @@ class ProcessPool:
                 member.mapped.discard(segment_id)
                 self._send(member, msg.DropSegment(segment_id), [])
 
+    def drop_session(self, session_id: int) -> None:
+        """Have every worker let go of a session's streams."""
+        for member in self._members.values():
+            self._send(member, msg.DropSession(session_id), [])
+
     def kill_worker(self, worker_id: int, incarnation: int, *, dump: bool) -> None:
         """Kill, after taking the stack if asked; may take half a second, so call it outside any lock."""
         member = self._current(worker_id, incarnation)

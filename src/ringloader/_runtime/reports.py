@@ -34,6 +34,16 @@ def batch_error(batch: Batch, fault: Fault, *, inline: bool) -> LoaderError:
     keys = batch.key_list()
     key = keys[fault.sample] if 0 <= fault.sample < len(keys) else None
     where = f"batch {batch.batch_id}" + ("" if worker is None else f", worker {worker}")
+    if fault.failed is not None and fault.failed.kind == "unsharded":
+        return ConfigError(
+            "the iterable dataset is the same in every worker, and each sample would come once per worker: have its __iter__ "
+            "take its part by ringloader.get_worker_info() (id, num_workers), or torch's in worker processes, or use "
+            "num_workers=1; where the streams differ by themselves, set `is_sharded = True` on the dataset",
+            option="dataset",
+            value="iterable",
+        )
+    if batch.stream >= 0:
+        return _stream_error(batch, fault, where, worker)
     if fault.failed is None:
         deaths = batch.deaths.get(fault.sample, 0)
         return WorkerError(
@@ -48,6 +58,22 @@ def batch_error(batch: Batch, fault: Fault, *, inline: bool) -> LoaderError:
     return _from_failed(batch, fault.failed, key, where, worker)
 
 
+def _stream_error(batch: Batch, fault: Fault, where: str, worker: int | None) -> LoaderError:
+    place = f"sample {fault.sample} of batch {batch.number} of stream {batch.stream}"
+    if fault.failed is not None:
+        return _from_failed(batch, fault.failed, place, where, worker)
+    deaths = batch.deaths.get(fault.sample, 0)
+    return WorkerError(
+        f"{place} ended {counted(deaths, 'worker')} (faults.sample_deaths), {where}; last: {fault.text}; the rest of the "
+        "stream is left out",
+        index=None,
+        batch=batch.batch_id,
+        worker=worker,
+        indices=[],
+        deaths=deaths,
+    )
+
+
 def _from_failed(batch: Batch, failed: Failed, key: object, where: str, worker: int | None) -> LoaderError:
     error: LoaderError
     if failed.kind == "layout":
@@ -56,11 +82,12 @@ def _from_failed(batch: Batch, failed: Failed, key: object, where: str, worker: 
         error = LayoutError(f"{failed.error} ({where})", **{**facts, "batch": batch.batch_id, "worker": worker})
     else:
         advice = "; a debugger needs num_workers=0" if failed.error_type.endswith("BdbQuit") else ""
-        who = _CULPRITS.get(failed.kind, "the dataset" if failed.sample < 0 else f"sample {key!r}")
+        named = key if batch.stream >= 0 else f"sample {key!r}"
+        who = _CULPRITS.get(failed.kind, "the dataset" if failed.sample < 0 else named)
+        indices = "" if batch.stream >= 0 else f", indices {_brief(batch.key_list())}"
         error = SampleError(
-            f"{who} raised {failed.error_type}: {failed.error}{advice} ({where}, indices {_brief(batch.key_list())})"
-            f"\n\n{failed.traceback}",
-            index=key,
+            f"{who} raised {failed.error_type}: {failed.error}{advice} ({where}{indices})\n\n{failed.traceback}",
+            index=None if batch.stream >= 0 else key,
             batch=batch.batch_id,
             worker=worker,
             indices=batch.key_list(),

@@ -12,7 +12,7 @@ from typing import Any
 
 from ringloader import factory
 from ringloader._collate.collate import Collator
-from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, run_init
+from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, is_iterable, run_init
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import WorkerSettings
 from ringloader._runtime.seeding import draw_key
@@ -26,7 +26,7 @@ _BUILD_EPOCH = -1
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuse what is no map-style dataset. Raises ConfigError."""
+    """Refuse what is no dataset. Raises ConfigError."""
     if isinstance(dataset, FactorySpec):
         return
     if isinstance(dataset, (str, bytes, type)):
@@ -35,19 +35,26 @@ def check_dataset(dataset: Any) -> None:
             option="dataset",
             value=dataset,
         )
-    if not hasattr(dataset, "__getitem__") or _is_torch_iterable(dataset):
+    if not hasattr(dataset, "__getitem__") and not is_iterable(dataset):
         kind = type(dataset).__qualname__
-        what = "is iterable only" if hasattr(dataset, "__iter__") else "has no __getitem__"
         raise ConfigError(
-            f"dataset of type {kind} {what}; this version reads map-style datasets (__len__ and __getitem__)",
+            f"dataset of type {kind} has neither __getitem__ nor __iter__; give a map-style or an iterable dataset",
             option="dataset",
             value=kind,
         )
 
 
-def _is_torch_iterable(dataset: Any) -> bool:
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(dataset, data.IterableDataset)
+def check_stream_options(options: Options) -> None:
+    """Refuse what an iterable dataset cannot do. Raises ConfigError."""
+    given = {"shuffle": options.shuffle or None, "sampler": options.sampler, "batch_sampler": options.batch_sampler}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} was given with an iterable dataset, whose order is its own; shuffle inside the dataset, or give one "
+                "with __len__ and __getitem__",
+                option=name,
+                value=value,
+            )
 
 
 def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) -> tuple[WorkerSettings, int]:
@@ -66,6 +73,8 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
         "init_fn": init_fn,
         "output": options.output,
         "convert": options.batch_size is None and options.batch_sampler is None,
+        "batch_size": options.batch_size or 0,
+        "drop_last": options.drop_last,
         "seed": options.seed,
         "seed_per": options.seed_per,
         "num_workers": options.num_workers,
@@ -122,6 +131,7 @@ class LocalBuild:
 
     def __init__(self, dataset: Any, options: Options) -> None:
         self._dataset = dataset
+        self.batch_size, self.drop_last = options.batch_size, options.drop_last
         self._convert = options.batch_size is None and options.batch_sampler is None
         self._output = options.output
         self._collate_fn, self._init_fn = options.collate_fn, options.worker_init_fn

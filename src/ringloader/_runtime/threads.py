@@ -38,19 +38,25 @@ from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.sources import LocalBuild
 from ringloader._runtime.status import StatusPage
+from ringloader._runtime.stream_filler import StreamFiller
 from ringloader._runtime.worker_info import WorkerInfo, set_thread_info
 
 logger = logging.getLogger("ringloader")
 
 
+# A Fill with the mapping of its segment, the end of something, or None: the end.
+_Said = tuple[msg.Fill, mmap.mmap | None] | msg.Cancel | msg.DropSession | None
+
+
 @dataclass(slots=True, eq=False)
 class _Member:
-    """One incarnation. What is said to it goes through `inbox`: a Fill with its segment, a Cancel, None for the end."""
+    """One incarnation. What is said to it goes through `inbox`."""
 
     worker_id: int
     incarnation: int
     page: StatusPage
-    inbox: SimpleQueue[tuple[msg.Fill, mmap.mmap | None] | msg.Cancel | None] = field(default_factory=SimpleQueue)
+    inbox: SimpleQueue[_Said] = field(default_factory=SimpleQueue)
+    taken_in: threading.Event = field(default_factory=threading.Event)  # the pool knows it, and hears what it says
     cancelled: set[int] = field(default_factory=set)  # serials of Fills that are not to be begun
     populated: set[tuple[int, int]] = field(default_factory=set)
     thread: threading.Thread | None = None
@@ -141,6 +147,7 @@ class ThreadPool:
 
     def _take_in(self, member: _Member) -> None:
         self._members[member.worker_id] = member
+        member.taken_in.set()
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
         member = self._current(worker_id, incarnation)
@@ -160,6 +167,10 @@ class ThreadPool:
 
     def drop_segment(self, segment_id: int) -> None:
         """Threads write through the ring's own mapping."""
+
+    def drop_session(self, session_id: int) -> None:
+        for member in self._members.values():
+            member.inbox.put(msg.DropSession(session_id))
 
     def kill_worker(self, worker_id: int, incarnation: int, *, dump: bool) -> None:
         """Have a thread leave after its batch; it cannot be made to."""
@@ -307,8 +318,8 @@ class _Epochs:
                 self._changed.notify_all()
 
 
-class _SharedFiller(Filler):
-    """A filler over a dataset that others read, too."""
+class _InShared(Filler):
+    """What differs where other threads read the same dataset."""
 
     epochs: _Epochs
     member: _Member
@@ -318,6 +329,14 @@ class _SharedFiller(Filler):
         self._doing = "set_epoch"
         if self.epochs.enter(self.member, epoch) and self._writer is not None:
             self._writer.forget()
+
+
+class _SharedFiller(_InShared, Filler):
+    """Samples of a dataset that others read, too."""
+
+
+class _SharedStreamFiller(_InShared, StreamFiller):
+    """A stream of its own, from a dataset that others iterate over, too."""
 
 
 class _Unseeded(Seeder):
@@ -337,6 +356,7 @@ class _Run:
 
     def __call__(self) -> None:
         member = self._member
+        member.taken_in.wait()
         returncode: int | None = 0
         try:
             filler = self._build()
@@ -360,7 +380,7 @@ class _Run:
     def _say(self, message: msg.FromWorker) -> None:
         self._say_fact(self._member, (self._member.worker_id, self._member.incarnation, message))
 
-    def _build(self) -> _SharedFiller | None:
+    def _build(self) -> _InShared | None:
         member, shared = self._member, self._shared
         info = dataclasses.replace(shared.info, id=member.worker_id)
         set_thread_info(info)
@@ -368,9 +388,17 @@ class _Run:
             dataset = info.dataset = shared.get(info, member.page)
             member.page.stage(status.INIT)
             shared.build.init(member.worker_id)
-            filler = _SharedFiller(dataset, shared.build.collator(), _Unseeded(info.seed), info, member.page)
-            filler.epochs, filler.member = shared.epochs, member
             facts = {**describe(dataset), "digests": {}}
+            info.is_consulted = False  # what was asked while the one dataset was built says nothing about its streams
+            parts = (dataset, shared.build.collator(), _Unseeded(info.seed), info, member.page)
+            filler: _InShared
+            if facts["iterable"]:
+                size, drop_last = shared.build.batch_size, shared.build.drop_last
+                is_alone = info.num_workers == 1
+                filler = _SharedStreamFiller(*parts, batch_size=size, drop_last=drop_last, is_alone=is_alone)
+            else:
+                filler = _SharedFiller(*parts)
+            filler.epochs, filler.member = shared.epochs, member
         except SystemExit:
             raise
         except BaseException as error:
@@ -381,11 +409,14 @@ class _Run:
         self._say(msg.Ready(msg.PROTOCOL_VERSION, facts))
         return filler
 
-    def _serve(self, filler: _SharedFiller) -> None:
+    def _serve(self, filler: _InShared) -> None:
         member = self._member
         while (said := member.inbox.get()) is not None and not member.is_leaving:
             if isinstance(said, msg.Cancel):
                 filler.cancel(said.session_id, said.batch_id)
+                continue
+            if isinstance(said, msg.DropSession):
+                filler.drop_session(said.session_id)
                 continue
             fill, mapping = said
             if fill.serial in member.cancelled:
@@ -394,7 +425,7 @@ class _Run:
                 continue
             self._fill(filler, fill, mapping)
 
-    def _fill(self, filler: _SharedFiller, fill: msg.Fill, mapping: mmap.mmap | None) -> None:
+    def _fill(self, filler: _InShared, fill: msg.Fill, mapping: mmap.mmap | None) -> None:
         # While the first batch of an epoch is made its consumer waits for it, and does not draw.
         watch = fill.batch_id == 0 and not self._shared.is_warned
         before = _generators() if watch else None
@@ -408,6 +439,8 @@ class _Run:
                 "the dataset draws from the global generators of random, numpy or torch, which threads share with the training "
                 "and no seed can make reproducible: draw from ringloader.get_worker_info().rng, or use worker_backend='process'"
             )
+        if filler.preface is not None:
+            self._say(filler.preface)
         self._say(answer)
         filler.done(made=isinstance(answer, msg.Filled))
 

@@ -108,6 +108,8 @@ class _Worker:
                 self._drop(message.segment_id)
             elif isinstance(message, msg.Cancel):
                 self._filler.cancel(message.session_id, message.batch_id)
+            elif isinstance(message, msg.DropSession):
+                self._filler.drop_session(message.session_id)
             elif isinstance(message, msg.Stop):
                 return
             else:
@@ -139,6 +141,8 @@ class _Worker:
         if os.getpid() != self._pid:
             os._exit(0)  # a fork of the dataset's that returned from it: the answer is the other's to give
         try:
+            if self._filler.preface is not None:
+                self._pipe.send(self._filler.preface)
             self._pipe.send(answer)
         except ProtocolError as error:
             # Too large to travel: the strings of a batch, most likely.
@@ -197,8 +201,19 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     collator = build_collator(settings)
     page.stage(status.INIT)
     run_init(settings, setup.worker_id)
-    facts = {**describe(dataset), "digests": attribute_digests(dataset)}
-    filler = Filler(dataset, collator, seeder, info, page, seed_per=settings["seed_per"])
+    facts = describe(dataset)
+    filler: Filler
+    if facts["iterable"]:
+        from ringloader._runtime.stream_filler import StreamFiller
+
+        facts["digests"] = {}  # each worker may have its own part
+        size, drop_last = settings["batch_size"] or None, settings["drop_last"]
+        filler = StreamFiller(
+            dataset, collator, seeder, info, page, seed_per=settings["seed_per"], batch_size=size, drop_last=drop_last
+        )
+    else:
+        facts["digests"] = attribute_digests(dataset)
+        filler = Filler(dataset, collator, seeder, info, page, seed_per=settings["seed_per"])
     return filler, facts
 
 

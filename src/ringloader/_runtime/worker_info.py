@@ -33,6 +33,7 @@ class WorkerInfo:
     # What `rng` is keyed by: the position of the batch's first sample in the epoch, and the place of the sample in the batch.
     batch_position: int = field(default=_BUILDING, repr=False)
     place: int = field(default=0, repr=False)
+    is_consulted: bool = field(default=False, repr=False)  # somebody has asked which worker this is
     _rng: tuple[tuple[int, int, int], np.random.Generator] | None = field(default=None, repr=False)
 
     @property
@@ -64,6 +65,14 @@ _thread = threading.local()
 
 def get_worker_info() -> WorkerInfo | None:
     """Return what is known about the worker this runs in; None in the training process."""
+    info = current_info()
+    if info is not None:
+        info.is_consulted = True
+    return info
+
+
+def current_info() -> WorkerInfo | None:
+    """What `get_worker_info` answers, for our own use: it does not count as a question."""
     return getattr(_thread, "info", None) or _current
 
 
@@ -82,6 +91,18 @@ def tell_torch(module: Any) -> None:
     """Have torch's own `get_worker_info` answer too, in a worker; `module` is `TORCH_MODULE`, far enough imported to know."""
     info = _current
     if info is not None and hasattr(module, "WorkerInfo"):
-        module._worker_info = module.WorkerInfo(
-            id=info.id, num_workers=info.num_workers, seed=(info.seed + info.id) % (1 << 63), dataset=info.dataset
-        )
+        module._worker_info = _torch_info(module.WorkerInfo, info)
+
+
+def _torch_info(kind: Any, info: WorkerInfo) -> Any:
+    """torch's own record of a worker, of a class that notices who asks."""
+
+    class Noticing(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("id", "num_workers"):
+                info.is_consulted = True
+                return getattr(info, name)  # the stream in progress may be that of a worker that was given up
+            return super().__getattribute__(name)
+
+    Noticing.__name__ = Noticing.__qualname__ = kind.__name__
+    return Noticing(id=info.id, num_workers=info.num_workers, seed=(info.seed + info.id) % (1 << 63), dataset=info.dataset)
