@@ -150,7 +150,10 @@ class Loader:
             progress = self._begin(engine)
             try:
                 progress.session = engine.open_session(
-                    progress.place.epoch, in_order=self._options.in_order, streams=progress.streams
+                    progress.place.epoch,
+                    in_order=self._options.in_order,
+                    streams=progress.streams,
+                    pull=None if progress.streams is None else progress.source.pull,
                 )
             except BaseException:
                 self._epoch, self._resumed = progress.place.epoch, resumed  # as if it had not been called

@@ -16,10 +16,13 @@ from typing import Any
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
+from ringloader._core import values
+from ringloader._core.events import Keys
 from ringloader._core.policy import FaultPolicy, PoolPolicy
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Session, pack_keys
 from ringloader._core.slots import SlotState
+from ringloader._core.streams import Streams, stream_keys
 
 Word = tuple[object, ...]
 
@@ -36,6 +39,8 @@ class SimWorker:
     running: msg.Fill | None = None
     began_s: float = 0.0
     kept: dict[int, int] = field(default_factory=dict)  # session id → batch id
+    kept_of_streams: set[tuple[int, int]] = field(default_factory=set)
+    readers: dict[tuple[int, int], int] = field(default_factory=dict)  # (session, stream) → next number
 
 
 @dataclass
@@ -89,6 +94,7 @@ class Simulation:
             ev.SendCancel: self.do_send_cancel,
             ev.AddSegment: self.do_add_segment,
             ev.DropSegment: self.do_drop_segment,
+            ev.DropSession: self.do_drop_session,
         }
 
     def run(self) -> None:
@@ -104,7 +110,9 @@ class Simulation:
         self.finish()
 
     def open(self, k: int) -> None:
-        session = Session(k, k, in_order=self.rng.random() < 0.7)
+        streams = Streams(self.num_workers, num_kept=self.policy.num_in_flight) if self.rng.random() < 0.3 else None
+        pull = None if streams is None else stream_puller(streams)
+        session = Session(k, k, in_order=self.rng.random() < 0.7, streams=streams, pull=pull)
         self.core.open_session(session)
         consumer = SimConsumer(self, session, self.rng.randrange(1, 9))
         self.sessions.append(consumer)
@@ -229,6 +237,11 @@ class Simulation:
                 assert running is None or not worker.alive or (running.segment_id, running.offset) != place
             del self.memory[place]
 
+    def do_drop_session(self, command: ev.DropSession) -> None:
+        for worker in self.workers.values():
+            for key in [key for key in worker.readers if key[0] == command.session_id]:
+                del worker.readers[key]
+
     # --- workers --------------------------------------------------------------------------------------------------------
 
     def observe(self, worker_id: int) -> ev.WorkerView | None:
@@ -271,6 +284,9 @@ class Simulation:
         if not worker.alive or worker.running is not fill:
             return
         worker.running = None
+        if self.consumer(fill).session.streams is not None and self.end_stream_fill(worker, fill):
+            self.next_fill(worker)
+            return
         nbytes = self.sizes.setdefault(
             (fill.session_id, fill.batch_id), self.rng.choice((0, 30, 30, 30, 60)) if self.rng.random() < 0.2 else 30
         )
@@ -280,8 +296,11 @@ class Simulation:
         if self.rng.random() < self.fail_rate:
             answer = msg.Failed(fill.serial, fill.generation, "sample", 0, "ValueError", "bad", "", {})
         elif nbytes and (fill.slot_id == msg.NO_SLOT or fill.capacity < nbytes):
-            kept = self.rng.random() < 0.8
-            if kept:
+            is_stream = self.consumer(fill).session.streams is not None
+            kept = is_stream or self.rng.random() < 0.8
+            if is_stream:
+                worker.kept_of_streams.add((fill.session_id, fill.batch_id))
+            elif kept:
                 worker.kept[fill.session_id] = fill.batch_id
             answer = msg.NeedRoom(fill.serial, fill.generation, nbytes, kept)
         else:
@@ -292,6 +311,29 @@ class Simulation:
         if worker.answering and self.rng.random() < self.death_rate * 0.2:
             self.die(worker)  # right after its answer
         self.next_fill(worker)
+
+    def consumer(self, fill: msg.Fill) -> SimConsumer:
+        return self.sessions[fill.session_id]
+
+    def end_stream_fill(self, worker: SimWorker, fill: msg.Fill) -> bool:
+        """Read on in a stream, from where the Fill says if need be; True when it had no such batch."""
+        stream, number, at, state = values.decode(fill.keys)
+        key = (fill.session_id, stream)
+        if (fill.session_id, fill.batch_id) in worker.kept_of_streams:
+            worker.kept_of_streams.discard((fill.session_id, fill.batch_id))
+            return False
+        if worker.readers.get(key, 1 << 30) > number:
+            assert at <= number
+            assert at < 0 or state == b"after %d" % at, "a state of another place"
+            worker.readers[key] = max(at, 0)
+        worker.readers[key] = number + 1
+        consumer = self.consumer(fill)
+        if number >= consumer.lengths[stream]:
+            self.say(worker, msg.Ended(fill.serial, fill.generation, consumer.lengths[stream], ""))
+            return True
+        if consumer.saves:
+            self.say(worker, msg.StreamState(fill.serial, fill.generation, b"after %d" % (number + 1)))
+        return False
 
     def die(self, worker: SimWorker) -> None:
         if not worker.alive:
@@ -340,11 +382,24 @@ class Simulation:
         self.act(lambda: self.core.recover(alive, set(), unended, set(self.segments), self.now_s))
 
 
+def stream_puller(streams: Streams) -> Callable[[int], Keys | None]:
+    """What gives the keys of any batch of these streams."""
+
+    def pull(batch_id: int) -> Keys | None:
+        number, stream = divmod(batch_id, streams.num_streams)
+        return None if streams.are_over else stream_keys(stream, number, -1 - batch_id)
+
+    return pull
+
+
 class SimConsumer:
     """One session's user: asks, holds, lets go, sometimes leaves or is interrupted."""
 
     def __init__(self, sim: Simulation, session: Session, num_batches: int) -> None:
         self.sim, self.session, self.num_batches = sim, session, num_batches
+        self.lengths = [sim.rng.randrange(0, num_batches + 1) for _ in range(sim.num_workers)]  # of streams
+        self.saves = sim.rng.random() < 0.5
+        self.broken: set[int] = set()
         self.delivered: list[int] = []
         self.num_pulled = 0
         self.done = False
@@ -376,7 +431,22 @@ class SimConsumer:
         for held in [held for held in self.sim.held if held.word[1:] == (session.session_id, lost)]:
             self.sim.release(held)
 
+    def pull_streams(self) -> None:
+        """As the iterator does: so many batches ahead as are not known to be gone."""
+        session, streams = self.session, self.session.streams
+        assert streams is not None
+        target = session.num_delivered + session.num_gone + 1 + self.sim.policy.num_in_flight
+        pull, batch_id = stream_puller(streams), session.num_submitted
+        while batch_id < target and (keys := pull(batch_id)) is not None:
+            target += streams.is_gone(*streams.of(keys))
+            self.sim.act(lambda: self.sim.core.submit(session.session_id, batch_id, keys))  # noqa: B023
+            batch_id += 1
+        session.ended = session.ended or streams.are_over
+
     def pull(self) -> None:
+        if self.session.streams is not None:
+            self.pull_streams()
+            return
         target = self.session.num_delivered + 1 + self.sim.policy.num_in_flight
         while self.num_pulled < min(target, self.num_batches):
             keys = pack_keys([self.num_pulled * 2, self.num_pulled * 2 + 1], self.num_pulled * 2)
@@ -426,6 +496,8 @@ class SimConsumer:
         else:
             key = (-1, -1)
         sim.act(lambda: sim.core.hand_over(session, batch))
+        if batch.fault is not None and batch.fault.kind == "deaths" and batch.stream >= 0:
+            self.broken.add(batch.stream)  # nobody can read beyond
         if batch.fault is None:
             sim.held.append(Held(key, place, word))
         self.delivered.append(batch.batch_id)
@@ -436,6 +508,14 @@ class SimConsumer:
     def end(self) -> None:
         expected = list(range(self.num_batches))
         got = self.delivered if self.session.in_order else sorted(self.delivered)
+        if self.session.streams is not None:
+            count = self.session.streams.num_streams
+            expected = [k for k in range(count * 10) if k // count < self.lengths[k % count]]
+            # Where a sample killed workers, its batch is the last: one that might have turned out not to exist.
+            for broken in self.broken:
+                had = [k for k in sorted(got) if k % count == broken]
+                assert had == list(range(broken, broken + count * len(had), count))
+                expected = sorted({*(k for k in expected if k % count != broken), *had})
         assert got == expected, f"delivered {self.delivered} of {self.num_batches}"
         self.sim.act(lambda: self.sim.core.close_session(self.session.session_id))
         self.done = True

@@ -30,6 +30,8 @@ class Room:
         self._outbox = outbox
         self._num_wanted = num_used + LEAST_SLOTS
         self._growing = False
+        self._is_forced = False  # what was asked for last, and perhaps refused, was above the bound
+        self._num_forced = 0  # slots above the bound
         self._asked_nbytes = 0  # what the segment asked for last has to hold
 
     def restart(
@@ -47,7 +49,8 @@ class Room:
 
     def added(self, event: ev.SegmentAdded) -> None:
         """The segment asked for is there."""
-        self._growing, self.refusal = False, None
+        self._num_forced += self._is_forced
+        self._growing, self._is_forced, self.refusal = False, False, None
         self.slots.add_segment(event.segment_id, event.slot_nbytes, event.num_slots)
 
     def refused(self, event: ev.SegmentRefused) -> None:
@@ -83,6 +86,11 @@ class Room:
         if slot is not None and slot.state is SlotState.READY:
             self.slots.apply(slot, SlotEvent.REVOKE)
             self._give_back()
+
+    def end_stream(self, session: Session, stream: int, number: int) -> None:
+        """A stream has no more than `number` batches: what was made of later ones is not wanted."""
+        for batch in session.end_stream(stream, number):
+            self.revoke(batch.slot_id)
 
     def _give_back(self) -> None:
         """Slots came free: drop the segments that went with them, and ask for room again if it was refused."""
@@ -123,8 +131,12 @@ class Room:
         """Room for the oldest missing batch comes first: revoke younger ready batches, youngest first, before giving up."""
         younger = session.youngest_ready()
         if younger is not None and session.streams is not None and session.in_order:
-            # It would have to be read again from the stream's beginning: one slot above the bound is cheaper.
-            self._grow(need, forced=True)
+            # It would have to be read again from the beginning: a slot above the bound is cheaper. There are never more
+            # of these than batches in flight, so that a ring that the user fills is still full some time.
+            if self._num_forced < self._num_wanted and not self._is_forced:
+                self._grow(need, forced=True)
+            else:
+                session.starved = True
             return False
         if younger is not None and not session.in_order:
             return False  # it can be handed over as it is, and its slot comes back that way
@@ -149,7 +161,7 @@ class Room:
         slot_nbytes, num_slots = self.slots.growth(need, self._num_wanted, exact=exact or forced)
         fits = any(slot.capacity >= need for slot in self.slots.by_id.values())
         least = 1 if forced or fits else LEAST_SLOTS
-        self._growing, self._asked_nbytes = True, need
+        self._growing, self._is_forced, self._asked_nbytes = True, forced, need
         self._outbox.append(ev.AddSegment(slot_nbytes, 1 if forced else max(num_slots, least), least, forced))
 
 

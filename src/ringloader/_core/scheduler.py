@@ -300,7 +300,7 @@ class Scheduler:
                 f"{message.num_batches}; its rest is lost (a dataset that cannot be read again says so by can_replay = False)"
             )
             self.outbox.append(ev.Warn(text))
-        session.end_stream(batch.stream, batch.number)
+        self.room.end_stream(session, batch.stream, batch.number)
 
     def _note_state(self, worker: Worker, message: msg.StreamState) -> None:
         session_id, fill = worker.fills.get(message.serial, (-1, None))

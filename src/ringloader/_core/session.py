@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,11 +81,20 @@ class Batch:
 class Session:
     """The batches of one iteration, in order."""
 
-    def __init__(self, session_id: int, epoch: int, *, in_order: bool, streams: Streams | None = None) -> None:
+    def __init__(
+        self,
+        session_id: int,
+        epoch: int,
+        *,
+        in_order: bool,
+        streams: Streams | None = None,
+        pull: Callable[[int], Keys | None] | None = None,
+    ) -> None:
         self.session_id = session_id
         self.epoch = epoch
         self.in_order = in_order
         self.streams = streams
+        self._pull = pull  # gives the keys of any batch of the streams
         self.num_gone = 0  # batches that turned out not to exist: their stream had ended
         self.batches: dict[int, Batch] = {}
         self.in_hand: Batch | None = None
@@ -138,14 +148,27 @@ class Session:
                 found.setdefault(batch.stream, batch)
         return list(found.values())
 
-    def end_stream(self, stream: int, number: int) -> None:
-        """A stream has no more than `number` batches: those beyond will never come."""
+    def end_stream(self, stream: int, number: int) -> list[Batch]:
+        """A stream has no more than `number` batches: those beyond will never come, and are returned."""
         assert self.streams is not None
         self.streams.end(stream, number)
-        gone = [b for b in self.batches.values() if b.stream == stream and b.number >= number and b.state not in _DONE]
+        gone = [batch for batch in self.batches.values() if batch.stream == stream and batch.number >= number]
         for batch in gone:
             del self.batches[batch.batch_id]
             self.num_gone += 1
+        # Others take their places now: nobody might ask again before one of them is there.
+        for _ in gone:
+            self._submit_next()
+        return gone
+
+    def _submit_next(self) -> None:
+        assert self._pull is not None
+        num_before = len(self.batches)
+        while len(self.batches) == num_before:
+            keys = self._pull(self.num_submitted)
+            if keys is None:
+                return
+            self.submit(self.num_submitted, keys)
 
     def wait(self, batch: Batch) -> None:
         """Put a batch back among those to be issued."""

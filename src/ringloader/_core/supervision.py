@@ -130,7 +130,7 @@ class Supervision:
         if is_bad or self.is_lost:
             session.fail(batch, Fault("deaths", sample, worker.worker_id, None, story))
             if session.streams is not None:
-                session.end_stream(batch.stream, batch.number + 1)  # beyond the sample that kills nobody can read
+                self._room.end_stream(session, batch.stream, batch.number + 1)  # beyond the sample that kills nobody can read
         return restarts
 
     def _tell_death(self, worker: Worker, story: str, death: ev.Death, *, restarts: bool) -> None:

@@ -80,10 +80,17 @@ class Engine:
         facts: dict[str, Any] = got
         return facts
 
-    def open_session(self, epoch: int, *, in_order: bool, streams: Streams | None = None) -> Session:
+    def open_session(
+        self,
+        epoch: int,
+        *,
+        in_order: bool,
+        streams: Streams | None = None,
+        pull: Callable[[int], ev.Keys | None] | None = None,
+    ) -> Session:
         """Begin an iteration."""
         session_id, self._next_session_id = self._next_session_id, self._next_session_id + 1
-        session = Session(session_id, epoch, in_order=in_order, streams=streams)
+        session = Session(session_id, epoch, in_order=in_order, streams=streams, pull=pull)
         self.pump.step([], lambda: self.scheduler.open_session(session))
         return session
 
