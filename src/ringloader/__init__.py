@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ringloader._core.policy import FaultPolicy
     from ringloader._runtime.worker_info import WorkerInfo, get_worker_info
     from ringloader.arrays import ArrayDataset, TokenWindows, tensor_dataset
-    from ringloader.collation import default_collate
+    from ringloader.collation import default_collate, pad_collate
     from ringloader.datasets import Dataset, dataset
     from ringloader.errors import (
         ClosedError,
@@ -53,7 +53,7 @@ _MODULES = {
     "_core.policy": ("FaultPolicy",),
     "_runtime.worker_info": ("WorkerInfo", "get_worker_info"),
     "arrays": ("ArrayDataset", "TokenWindows", "tensor_dataset"),
-    "collation": ("default_collate",),
+    "collation": ("default_collate", "pad_collate"),
     "datasets": ("Dataset", "dataset"),
     "factory": ("FactorySpec",),
     "leases": ("record_stream", "release"),
@@ -91,6 +91,7 @@ __all__ = [
     "dataset",
     "default_collate",
     "get_worker_info",
+    "pad_collate",
     "record_stream",
     "release",
     "tensor_dataset",

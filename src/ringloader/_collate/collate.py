@@ -17,9 +17,10 @@ import numpy as np
 from ringloader._collate.collated import Collated, make_layout, pack_inline
 from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, Inline, Outcome, Source, Subtree, gather
 from ringloader._collate.direct import DirectRows, direct_rows, row_nbytes
+from ringloader._collate.padding import Padding
 from ringloader._collate.results import walk_batch
 from ringloader._collate.structure import Keys, Structure
-from ringloader._core.layout import Layout, LeafType, Placement
+from ringloader._core.layout import Kind, Layout, LeafType, Node, Placement
 from ringloader.errors import LayoutError
 
 __all__ = ["Batch", "Collated", "Collator"]
@@ -56,12 +57,23 @@ class Collator:
     """What all batches of one loader share: the options, and the structures and layouts seen so far.
 
     `output` "torch" or "numpy" says what leaves will become. Without `collate_fn` samples are collated as by torch's
-    `default_collate`; `convert` takes the one sample of a batch as the batch itself (`batch_size=None`).
+    `default_collate`; `convert` takes the one sample of a batch as the batch itself (`batch_size=None`); `padding` lets rows of
+    a leaf differ in length.
     """
 
-    def __init__(self, *, output: str = "torch", collate_fn: Callable[..., Any] | None = None, convert: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        output: str = "torch",
+        collate_fn: Callable[..., Any] | None = None,
+        convert: bool = False,
+        padding: Padding | None = None,
+    ) -> None:
         self.asker = Asker(output, self._warn_of_grad)
         self.asker.walk = lambda batch, path, keys: walk_batch(batch, path, keys, self.asker)
+        self.padding = padding
+        if padding is not None:
+            self.asker.pad = padding.pad
         self.structure: Structure | None = None
         self._collate_fn = collate_fn
         self._convert = convert
@@ -71,7 +83,7 @@ class Collator:
     @property
     def is_plain(self) -> bool:
         """Samples are collated by the default rules."""
-        return self._collate_fn is None and not self._convert
+        return self._collate_fn is None and not self._convert and self.padding is None
 
     def begin(self, num_samples: int, keys: Sequence[Any] | None = None, slot: np.ndarray | None = None) -> Batch:
         """Start a batch of about `num_samples` samples for `slot`, a writable 1-D uint8 array, or for a slot yet to be found.
@@ -197,6 +209,11 @@ class GatheredBatch(Batch):
                 sources += outcome.sources
             else:
                 sources.append(outcome)
+        for length in self._lengths(outcomes):
+            if length is None:
+                inline.append(None)
+            else:
+                sources.append(length)
         signature = signature_of(outcomes) if structure.reusable else None
         layout = structure.layouts.get(signature)
         if layout is None:
@@ -208,6 +225,16 @@ class GatheredBatch(Batch):
         copied = sum(placement.sizes) + self._recovered_nbytes + sum([placement.sizes[index] for index in doubled])
         return Collated(layout, placement, packed, sources, copied), placement
 
+    def _lengths(self, outcomes: list[Outcome]) -> list[Source | None]:
+        """If they are wanted, the lengths of the rows of each leaf, None for a leaf without."""
+        padding = self._collator.padding
+        if padding is None or not padding.lengths:
+            return []
+        return [
+            padding.lengths_of(one) if not isinstance(one, (Inline, Subtree)) and padding.applies(one) else None
+            for one in outcomes
+        ]
+
     def _make_layout(self, structure: Structure, outcomes: list[Outcome], leaves: list[LeafType]) -> tuple[Layout, list[Any]]:
         parts: list[Any] = []
         for outcome in outcomes:
@@ -218,6 +245,11 @@ class GatheredBatch(Batch):
             else:
                 parts.append((LEAF_NODE, []))
         tree, inline = structure.node(parts)
+        lengths = self._lengths(outcomes)
+        if lengths:
+            nodes = [(VALUE_NODE, [None]) if one is None else (LEAF_NODE, []) for one in lengths]
+            beside, values = structure.node(nodes)
+            tree, inline = Node(Kind.TUPLE, children=(tree, beside)), inline + values
         return make_layout(self._collator.layout_of, Subtree(tree, [], inline), leaves, self._keys), inline
 
     def _structure_of(self, sample: Any) -> Structure:
@@ -231,7 +263,7 @@ class GatheredBatch(Batch):
     def _start(self, sample: Any) -> None:
         structure = self._structure_of(sample)
         self._samples.append(sample)
-        if self._slot is None:
+        if self._slot is None or self._collator.padding is not None:
             return
         flat = structure.flatten(sample, 0, self._keys)
         if not any(map(_is_large, flat)):

@@ -113,12 +113,14 @@ class WholeArray:
 class Asker:
     """What the columns of one Collator need to know: the output, how to warn, and how to walk a tree that torch made."""
 
-    __slots__ = ("_warn", "numpy_only", "walk")
+    __slots__ = ("_warn", "numpy_only", "pad", "walk")
 
     def __init__(self, output: str, warn: Callable[[str], None]) -> None:
         self.numpy_only = output == "numpy"
         self._warn = warn
         self.walk: Callable[[Any, str, Keys], Subtree]
+        # What joins rows that differ in length, if that is wanted; None for rows that it leaves to the others.
+        self.pad: Callable[[Sequence[Any], Leaf, Keys, Asker], Source | None] | None = None
 
     def warn_of_grad(self, path: str) -> None:
         """Say once that a tensor was detached."""
@@ -149,8 +151,12 @@ def gather(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker, strict: 
             return _numbers(values, kinds, leaf, keys)
     elif rule is Rule.ARRAY:
         if len(kinds) == 1 or all(rule_of(other) is Rule.ARRAY for other in kinds):
+            if asker.pad is not None and (padded := asker.pad(values, leaf, keys, asker)) is not None:
+                return padded
             return _arrays(values, kind, leaf, keys, strict)
     elif rule is Rule.TENSOR and all(rule_of(other) is Rule.TENSOR for other in kinds):
+        if asker.pad is not None and (padded := asker.pad(values, leaf, keys, asker)) is not None:
+            return padded
         return _tensor_rows(values, kinds, leaf, keys, asker, strict)
     return _irregular(values, leaf, keys, asker)
 

@@ -184,6 +184,16 @@ def from_array(array: np.ndarray, dtype: str) -> torch.Tensor:
     return tensor.view(_DTYPES[dtype]) if dtypes.is_torch_only(dtype) else tensor
 
 
+def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a tensor in a dtype given by name."""
+    return tensor.to(_DTYPES[dtype])
+
+
+def stored_scalar(value: Any, dtype: str) -> Any:
+    """Return a number in the bytes of a dtype that numpy does not have."""
+    return as_array(torch.tensor([value]).to(_DTYPES[dtype]))[0]
+
+
 class TensorRows:
     """Tensors of one shape, stacked along a new first dimension."""
 

@@ -14,6 +14,7 @@ from typing import Any
 from ringloader import factory
 from ringloader._collate.collate import Collator
 from ringloader._specs import main_module
+from ringloader.collation import make_collator
 from ringloader.factory import FactorySpec
 
 
@@ -84,7 +85,7 @@ PAYLOAD_ALIGNMENT = 64
 
 def build_collator(settings: dict[str, Any]) -> Collator:
     collate_fn = factory.callable_from_wire(settings["collate"]) if settings["collate"] else None
-    return Collator(output=settings["output"], collate_fn=collate_fn, convert=settings["convert"])
+    return make_collator(collate_fn, output=settings["output"], convert=settings["convert"])
 
 
 def run_init(settings: dict[str, Any], worker_id: int) -> None:

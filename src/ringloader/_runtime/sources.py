@@ -18,7 +18,7 @@ from ringloader._runtime.pool import WorkerSettings
 from ringloader._runtime.seeding import draw_key
 from ringloader._runtime.segment import RoomError, Segment
 from ringloader._specs import main_module
-from ringloader.collation import is_default
+from ringloader.collation import is_default, make_collator
 from ringloader.errors import ConfigError
 from ringloader.factory import FactorySpec, find_process_spec
 
@@ -150,8 +150,7 @@ class LocalBuild:
         collate_fn = self._collate_fn
         if isinstance(collate_fn, (str, FactorySpec)):
             return build_collator({"collate": self._collate_wire, "output": self._output, "convert": self._convert})
-        own = None if collate_fn is None or is_default(collate_fn) else collate_fn
-        return Collator(output=self._output, collate_fn=own, convert=self._convert)
+        return make_collator(collate_fn, output=self._output, convert=self._convert)
 
     def init(self, worker_id: int) -> None:
         """Run the user's `worker_init_fn`."""
