@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from ringloader._core.batching import EpochPlan
+from ringloader._core.messages import Call
 from ringloader._core.policy import FaultPolicy
 from ringloader._core.state import State
-from ringloader._runtime import backends, building, cuda, lifetime, options, sources, wrapping
+from ringloader._runtime import backends, building, calls, cuda, lifetime, options, sources, wrapping
 from ringloader._runtime.engine import Engine
 from ringloader._runtime.keys import num_sampled
 from ringloader._runtime.ring import Ring
@@ -120,6 +121,7 @@ class Loader:
         self._engine: Engine | None = None
         # Re-entrant, and code of C: a signal handler on this thread may use the loader.
         self._engine_lock = threading.RLock()
+        self._calls: list[Call] = []  # of methods, for workers to come
         self._num_opening = 0  # threads between `iter` and their session
         self._is_closed = False
         self._past = LoaderStats()  # of engines that are gone (persistent_workers=False)
@@ -262,6 +264,17 @@ class Loader:
         self._skipped = list(saved.skipped)
         self._num_forgotten = max(0, saved.num_skipped - len(saved.skipped))
 
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `dataset.method(*args, **kwargs)` in every worker, behind the batches that it has been asked for.
+
+        A replacement repeats all such calls before its first batch. Arguments are what a `FactorySpec` takes. Returns what the
+        method returned in each worker, plain values, by worker id. Threads share one dataset, which runs it once. Raises
+        LoaderError when it raised in one.
+        """
+        self._check_open()
+        engine = self._running()
+        return engine.call(method, calls.pack(method, args, kwargs))
+
     def indices(self, epoch: int, batch: int) -> np.ndarray[Any, Any]:
         """Return the keys of batch number `batch` of an epoch on this rank, `(batch_size,) int64`, without reading it.
 
@@ -346,6 +359,7 @@ class Loader:
                 wrap = wrapping.choose(self._options.output, self._cuda_device, pinned=is_pinned, cuda=cuda.CUDA)
                 engine = Engine(self._options.policy, self._make_backend, ring, wrap)
                 engine.belong_to(self)
+                engine.scheduler.supervision.calls.recorded = self._calls
                 self._engine = engine
             engine = self._engine
         engine.start()

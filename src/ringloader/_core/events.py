@@ -6,7 +6,7 @@ Every command is idempotent: carried out twice, or carried out for an incarnatio
 
 from __future__ import annotations
 
-from ringloader._core.messages import Fill
+from ringloader._core.messages import Call, Fill
 from ringloader._core.records import record
 
 
@@ -119,6 +119,13 @@ class SendFill:
 
 
 @record
+class SendCall:
+    worker_id: int
+    incarnation: int
+    call: Call
+
+
+@record
 class SendCancel:
     """Forget a Fill: `running` is the serial the worker is likely to be in, to be stopped between two samples (-1: none)."""
 
@@ -159,7 +166,9 @@ class Warn:
     text: str
 
 
-Command = StartWorker | KillWorker | AbandonWorker | SendFill | SendCancel | AddSegment | DropSegment | DropSession | Warn
+Command = (
+    StartWorker | KillWorker | AbandonWorker | SendFill | SendCall | SendCancel | AddSegment | DropSegment | DropSession | Warn
+)
 
 
 @record

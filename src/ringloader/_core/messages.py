@@ -84,6 +84,26 @@ class DropSegment:
 
 
 @record
+class Call:
+    """Run a method of the dataset. `arguments` is a packed spec of them."""
+
+    call_id: int
+    method: str
+    arguments: bytes
+
+
+@record
+class Called:
+    """What a method returned, packed; or what it raised (`error_type` not empty)."""
+
+    call_id: int
+    error_type: str
+    error: str
+    traceback: str
+    value: bytes
+
+
+@record
 class DropSession:
     """Let go of the streams of a session that is over."""
 
@@ -174,6 +194,6 @@ class Cancelled:
     generation: int
 
 
-ToWorker = Setup | Fill | Cancel | DropSegment | DropSession | Stop
-FromWorker = Ready | StartFailed | Filled | StreamState | Ended | NeedRoom | Failed | Cancelled
+ToWorker = Setup | Fill | Call | Cancel | DropSegment | DropSession | Stop
+FromWorker = Ready | StartFailed | Filled | StreamState | Ended | NeedRoom | Failed | Cancelled | Called
 Message = ToWorker | FromWorker

@@ -42,6 +42,8 @@ _KINDS: tuple[type[Any], ...] = (
     messages.DropSession,
     messages.StreamState,
     messages.Ended,
+    messages.Call,
+    messages.Called,
 )
 _WIRE_TYPES = {"int": int, "str": str, "bytes": bytes, "bool": bool}
 

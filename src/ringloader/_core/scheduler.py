@@ -128,6 +128,8 @@ class Scheduler:
             self.supervision.start_failed(worker, message)  # type: ignore[arg-type]
         elif kind in self._answers:
             self._on_answer(worker, message)
+        elif kind is msg.Called:
+            self.supervision.calls.answered(worker, message)  # type: ignore[arg-type]
         elif kind is msg.StreamState:
             self._note_state(worker, message)  # type: ignore[arg-type]
         else:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
+from ringloader._core.calls import Calls
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.room import Room
 from ringloader._core.session import Batch, Fault, Session
@@ -27,6 +28,7 @@ class Supervision:
     def __init__(self, policy: PoolPolicy, sessions: dict[int, Session], room: Room, outbox: deque[ev.Command]) -> None:
         self.policy = policy
         self.workers = Workers(policy)
+        self.calls = Calls(self.workers, outbox)
         self.dataset_facts: dict[str, Any] | None = None
         self.start_fault: msg.StartFailed | None = None  # no worker could start: nothing will ever come
         self.mismatch: str | None = None  # workers built different datasets
@@ -58,6 +60,7 @@ class Supervision:
             self._kill(worker, self.mismatch, now_s, dump=False)
             return
         worker.state, worker.since_s = WorkerState.RUNNING, now_s
+        self.calls.repeat(worker)
 
     def start_failed(self, worker: Worker, message: msg.StartFailed) -> None:
         """A worker could not build its dataset: at the first start that is final, later it is tried again."""

@@ -22,7 +22,7 @@ from ringloader._core.policy import PoolPolicy
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Session
 from ringloader._core.streams import Streams
-from ringloader._runtime import lifetime, reports
+from ringloader._runtime import calls, lifetime, reports
 from ringloader._runtime.delivery import Delivery
 from ringloader._runtime.pool import STOP_S
 from ringloader._runtime.pump import Follower, Pump, Ready
@@ -79,6 +79,19 @@ class Engine:
             raise got
         facts: dict[str, Any] = got
         return facts
+
+    def call(self, method: str, arguments: bytes) -> list[Any]:
+        """Run a method of every worker's dataset; return the results by worker id. Raises LoaderError for one that raised."""
+        self.dataset_facts()
+        made = self.scheduler.supervision.calls
+        call_id: int = self.pump.step([], lambda: made.make(method, arguments))
+        try:
+            got = self._until(lambda: made.results(call_id) or self._hopeless(None), None)
+        finally:
+            made.give_up(call_id)
+        if isinstance(got, BaseException):
+            raise got
+        return calls.results(method, got)
 
     def open_session(
         self,
@@ -263,7 +276,7 @@ class Engine:
         if session is None:
             stages = [self.backend.observe(worker.worker_id) for worker in self.scheduler.workers.all]
             words = ", ".join(view.stage for view in stages if view is not None)
-            logger.warning("still waiting after %.0f s for the workers to start: %s", waited_s, words or "no process yet")
+            logger.warning("still waiting after %.0f s for the workers: %s", waited_s, words or "no process yet")
             return
         with self.pump.lock:
             line = reports.waiting_line(self.scheduler, session, self.backend.observe, waited_s)

@@ -25,14 +25,12 @@ from ringloader._core.session import unpack_keys
 from ringloader._runtime import status
 from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.status import StatusPage
+from ringloader._runtime.words import format_traceback, safe_text, type_name
 from ringloader._runtime.worker_info import WorkerInfo
 from ringloader.errors import LayoutError, LoaderError
 
 # Layouts an incarnation remembers having sent; ragged data makes new shapes all the time but few new trees.
 MAX_LAYOUTS = 256
-# What of an exception's text and traceback travels: enough to read, whatever an exception carries.
-_MAX_TEXT = 64 << 10
-_CUT = "\n... cut, {size:,} characters in all ...\n"
 
 
 @record
@@ -136,6 +134,14 @@ class Filler:
     def cancel(self, session_id: int, batch_id: int) -> None:
         """Forget samples kept for a batch."""
         self._kept.pop((session_id, batch_id), None)
+
+    def call(self, call: msg.Call) -> msg.Called:
+        """Run a method of the dataset."""
+        from ringloader._runtime.calls import carry_out
+
+        if self._writer is not None:
+            self._writer.forget()
+        return carry_out(self._dataset, call)
 
     def drop_session(self, session_id: int) -> None:
         """Forget what belongs to a session that is over."""
@@ -302,35 +308,3 @@ def _plain_facts(error: LoaderError) -> dict[str, Any]:
             value = repr(value)
         facts[name] = value
     return {"packed": values.encode(facts)}
-
-
-def type_name(error: BaseException) -> str:
-    """Return the qualified name of an exception's type, without "builtins."."""
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def safe_text(error: BaseException) -> str:
-    """Return `str(error)`, cut to a bounded length; a placeholder when the exception's own code fails."""
-    try:
-        text = str(error)
-    except Exception as failure:
-        return f"<its text could not be had: {type_name(failure)}>"
-    return cut(text)
-
-
-def format_traceback(error: BaseException) -> str:
-    """Return the formatted traceback, cut to a bounded length."""
-    import traceback  # only when something failed: workers start lighter without it
-
-    try:
-        return cut("".join(traceback.format_exception(error)))
-    except Exception:
-        return cut("".join(traceback.format_tb(error.__traceback__)) + type_name(error))
-
-
-def cut(text: str) -> str:
-    """Shorten a text in its middle to about 64 Ki characters."""
-    if len(text) <= _MAX_TEXT:
-        return text
-    return text[: _MAX_TEXT // 2] + _CUT.format(size=len(text)) + text[-_MAX_TEXT // 2 :]

@@ -18,13 +18,14 @@ from ringloader._core import messages as msg
 from ringloader._core.events import WorkerBroken, WorkerExited, WorkerView
 from ringloader._runtime.as_worker import LENDING, AsWorker
 from ringloader._runtime.building import check_built, describe
-from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
+from ringloader._runtime.filler import Filler
 from ringloader._runtime.pool import Fact
 from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.sources import LocalBuild
 from ringloader._runtime.status import STAGES, StatusPage
 from ringloader._runtime.stream_filler import StreamFiller
+from ringloader._runtime.words import format_traceback, safe_text, type_name
 from ringloader._runtime.worker_info import WorkerInfo
 
 _PAUSE_S = 0.02
@@ -50,13 +51,16 @@ class InlinePool:
         os.close(page_fd)
         self._queue: deque[tuple[msg.Fill, Segment | None]] = deque()
         self._facts: deque[Fact] = deque()
+        self._calls: deque[msg.Call] = deque()
         self._dropped: deque[int] = deque()  # sessions that are over
         self._filler: Filler | None = None
         self._incarnation = 0
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
         """Carry out the oldest Fill, if the caller is willing to wait for it."""
-        if self._queue and timeout_s != 0:
+        if self._calls and timeout_s != 0:
+            self._call(self._calls[0])
+        elif self._queue and timeout_s != 0:
             fill, segment = self._queue[0]
             answer = self._fill(fill, segment)
             # Only now: an interrupt in the user's code leaves the Fill where it was.
@@ -123,6 +127,16 @@ class InlinePool:
         filler.done(made=isinstance(answer, msg.Filled))
         return answer
 
+    def _call(self, call: msg.Call) -> None:
+        assert self._filler is not None
+        answer = self._build.done.get(call.call_id)
+        if answer is None:
+            with LENDING, self._as_worker():
+                answer = self._build.done[call.call_id] = self._filler.call(call)
+        self._facts.append((0, self._incarnation, answer))
+        if self._calls and self._calls[0] is call:
+            self._calls.popleft()
+
     def _preface(self) -> msg.FromWorker | None:
         return self._filler.preface if self._filler is not None else None
 
@@ -131,6 +145,10 @@ class InlinePool:
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
         self._queue.append((fill, segment))
+        return None
+
+    def send_call(self, worker_id: int, incarnation: int, call: msg.Call) -> WorkerBroken | None:
+        self._calls.append(call)
         return None
 
     def send_cancel(self, worker_id: int, incarnation: int, cancel: msg.Cancel, running: int) -> None:
@@ -157,6 +175,7 @@ class InlinePool:
 
     def kill_all(self) -> list[tuple[int, int]]:
         self._queue.clear()
+        self._calls.clear()
         self._facts.clear()
         return []
 

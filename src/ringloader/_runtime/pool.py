@@ -205,6 +205,17 @@ class ProcessPool:
                 member.process.page.cancel(cancel.serial)
             self._send(member, cancel, [])
 
+    def send_call(self, worker_id: int, incarnation: int, call: msg.Call) -> WorkerBroken | None:
+        """Have a worker run a method of its dataset."""
+        member = self._current(worker_id, incarnation)
+        if member is None:
+            return None
+        try:
+            self._send(member, call, [])
+        except ProtocolError as error:
+            return WorkerBroken(worker_id, incarnation, str(error))
+        return None
+
     def drop_segment(self, segment_id: int) -> None:
         """Have every worker that mapped the segment unmap it."""
         for member in self._members.values():

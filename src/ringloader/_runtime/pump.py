@@ -12,8 +12,8 @@ the user is made again from what cannot be half done (scheduler.recover). The wa
 start and kill: signals never interrupt it, and workers die with the thread that started them.
 
 Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`,
-`kill_worker`, `abandon_worker`, `send_fill`, `send_cancel`, `drop_segment`, `drop_session`, `kill_all`, `stop`, `close`,
-`observe`, `who`, `pids`; `is_inline`, `needs_drain`, `unreaped_s`.
+`kill_worker`, `abandon_worker`, `send_fill`, `send_call`, `send_cancel`, `drop_segment`, `drop_session`, `kill_all`, `stop`,
+`close`, `observe`, `who`, `pids`; `is_inline`, `needs_drain`, `unreaped_s`.
 """
 
 from __future__ import annotations
@@ -274,6 +274,10 @@ class Pump:
         elif isinstance(command, ev.DropSegment):
             self.backend.drop_segment(command.segment_id)
             self.ring.drop_segment(command.segment_id)
+        elif isinstance(command, ev.SendCall):
+            broken = self.backend.send_call(command.worker_id, command.incarnation, command.call)
+            if broken is not None:
+                self.scheduler.handle(broken, time.monotonic())
         elif isinstance(command, ev.DropSession):
             self.backend.drop_session(command.session_id)
         elif isinstance(command, ev.Warn):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ringloader import factory
 from ringloader._collate.collate import Collator
+from ringloader._core import messages as msg
 from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, is_iterable, run_init
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import WorkerSettings
@@ -131,6 +132,8 @@ class LocalBuild:
 
     def __init__(self, dataset: Any, options: Options) -> None:
         self._dataset = dataset
+        # Calls of methods that this very object has run: a worker that starts over must not run them on it again.
+        self.done: dict[int, msg.Called] = {}
         self.batch_size, self.drop_last = options.batch_size, options.drop_last
         self._convert = options.batch_size is None and options.batch_sampler is None
         self._output = options.output
@@ -143,7 +146,10 @@ class LocalBuild:
 
     def dataset(self) -> Any:
         """Build the dataset, or return the user's own. Raises what its factory raises."""
-        return self._dataset.build() if isinstance(self._dataset, FactorySpec) else self._dataset
+        if not isinstance(self._dataset, FactorySpec):
+            return self._dataset
+        self.done.clear()
+        return self._dataset.build()
 
     def collator(self) -> Collator:
         """Return a new collator; each worker needs its own."""

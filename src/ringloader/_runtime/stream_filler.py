@@ -16,7 +16,8 @@ from ringloader._collate.collate import Batch
 from ringloader._core import messages as msg
 from ringloader._core import values
 from ringloader._runtime import status
-from ringloader._runtime.filler import CancelledFill, Filler, safe_text, type_name
+from ringloader._runtime.filler import CancelledFill, Filler
+from ringloader._runtime.words import safe_text, type_name
 from ringloader.errors import LoaderError
 
 # A place that no sample has: draws of `iter` are nobody else's.

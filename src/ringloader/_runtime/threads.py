@@ -32,20 +32,22 @@ from ringloader._runtime import segment as segments
 from ringloader._runtime import status
 from ringloader._runtime.as_worker import LENDING, AsWorker
 from ringloader._runtime.building import check_built, describe
-from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
+from ringloader._runtime.filler import Filler
 from ringloader._runtime.pool import Fact
 from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.sources import LocalBuild
 from ringloader._runtime.status import StatusPage
 from ringloader._runtime.stream_filler import StreamFiller
+from ringloader._runtime.words import format_traceback, safe_text, type_name
 from ringloader._runtime.worker_info import WorkerInfo, set_thread_info
 
 logger = logging.getLogger("ringloader")
 
 
 # A Fill with the mapping of its segment, the end of something, or None: the end.
-_Said = tuple[msg.Fill, mmap.mmap | None] | msg.Cancel | msg.DropSession | None
+_Said = tuple[msg.Fill, mmap.mmap | None] | msg.Call | msg.Cancel | msg.DropSession | None
+_RunCall = Callable[[msg.Call], msg.Called]
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +127,7 @@ class ThreadPool:
             del self._members[member.worker_id]
         if member in self._abandoned:
             self._abandoned.remove(member)
+        member.page.close()
 
     # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -154,6 +157,12 @@ class ThreadPool:
         if member is not None:
             # The mapping itself: the ring may have let go of its segment by the time a late thread gets to it.
             member.inbox.put((fill, segment.mapping if segment is not None else None))
+        return None
+
+    def send_call(self, worker_id: int, incarnation: int, call: msg.Call) -> WorkerBroken | None:
+        member = self._current(worker_id, incarnation)
+        if member is not None:
+            member.inbox.put(call)
         return None
 
     def send_cancel(self, worker_id: int, incarnation: int, cancel: msg.Cancel, running: int) -> None:
@@ -214,7 +223,9 @@ class ThreadPool:
         for member in members:
             assert member.thread is not None
             member.thread.join(max(0.0, deadline_s - time.monotonic()))
-            if not member.is_over and not member.is_abandoned:
+            if member.is_over:
+                self._remove(member)
+            elif not member.is_abandoned:
                 logger.warning("%s is still inside the dataset's code after %.1f s; it is left behind", who(member), stop_s)
         self._shared.forget()
 
@@ -261,11 +272,11 @@ class _SharedDataset:
 
     def get(self, info: WorkerInfo, page: StatusPage) -> Any:
         """Return the dataset. Raises what its construction raised."""
+        page.stage(status.BUILDING)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if not self._built:
-                page.stage(status.BUILDING)
                 seeder = Seeder(info.seed)
                 try:
                     with LENDING, AsWorker(info, seeder):
@@ -282,6 +293,7 @@ class _SharedDataset:
     def forget(self) -> None:
         """Nobody is to use the dataset any more."""
         self._built.clear()
+        self._failure = None  # its traceback holds frames
         self.epochs.dataset = None
 
 
@@ -292,18 +304,18 @@ class _Epochs:
         self.dataset: Any = None
         self._changed = threading.Condition()
         self._inside: dict[_Member, int] = {}
+        self._caller: _Member | None = None  # who runs a method
         self._epoch: int | None = None
 
     def enter(self, member: _Member, epoch: int) -> bool:
-        """Wait until no batch of another epoch is being made; returns whether this one is new to the dataset."""
+        """Wait until no batch of another epoch is being made, nor a method called; returns whether this epoch is new."""
         set_epoch = getattr(self.dataset, "set_epoch", None)
-        if set_epoch is None:
-            return False
         with self._changed:
-            while not member.is_leaving and any(other != epoch for other in self._inside.values()):
-                self._changed.wait()
-            if member.is_leaving:
-                raise SystemExit(0)
+            if set_epoch is None:
+                self._wait(member, lambda: self._caller is not None)
+                self._inside[member] = -1
+                return False
+            self._wait(member, lambda: self._caller is not None or any(other != epoch for other in self._inside.values()))
             is_new = self._epoch != epoch
             if is_new:
                 set_epoch(epoch)
@@ -311,11 +323,32 @@ class _Epochs:
             self._inside[member] = epoch
         return is_new
 
+    def _wait(self, member: _Member, is_busy: Callable[[], bool]) -> None:
+        while not member.is_leaving and is_busy():
+            self._changed.wait()
+        if member.is_leaving:
+            raise SystemExit(0)
+
+    def call_once(self, member: _Member, call: msg.Call, done: dict[int, msg.Called], run: _RunCall) -> msg.Called:
+        """Run a method between batches; whoever comes later, or after a restart, gets the same answer."""
+        with self._changed:
+            self._wait(member, lambda: self._caller is not None or bool(self._inside))
+            if call.call_id in done:
+                return done[call.call_id]
+            self._caller = member
+        try:
+            answer = done[call.call_id] = run(call)
+        finally:
+            self.leave(member)
+        return answer
+
     def leave(self, member: _Member) -> None:
         """The batch is made, or its thread is not waited for any more."""
         with self._changed:
-            if self._inside.pop(member, None) is not None or member.is_leaving:
-                self._changed.notify_all()
+            if self._caller is member:
+                self._caller = None
+            self._inside.pop(member, None)
+            self._changed.notify_all()
 
 
 class _InShared(Filler):
@@ -323,6 +356,10 @@ class _InShared(Filler):
 
     epochs: _Epochs
     member: _Member
+    ran: dict[int, msg.Called]
+
+    def call(self, call: msg.Call) -> msg.Called:
+        return self.epochs.call_once(self.member, call, self.ran, super().call)
 
     def _set_epoch(self, epoch: int) -> None:
         self._info.epoch = epoch
@@ -371,11 +408,11 @@ class _Run:
         finally:
             set_thread_info(None)
             self._shared.epochs.leave(member)
-            member.is_over = True
             view = member.page.view()
             sample = view.sample if view.is_fetching else -1
             death = Death(returncode, view.serial, sample, view.stage, view.trace)
             self._say_fact(member, WorkerExited(member.worker_id, member.incarnation, death))
+            member.is_over = True
 
     def _say(self, message: msg.FromWorker) -> None:
         self._say_fact(self._member, (self._member.worker_id, self._member.incarnation, message))
@@ -398,7 +435,7 @@ class _Run:
                 filler = _SharedStreamFiller(*parts, batch_size=size, drop_last=drop_last, is_alone=is_alone)
             else:
                 filler = _SharedFiller(*parts)
-            filler.epochs, filler.member = shared.epochs, member
+            filler.epochs, filler.member, filler.ran = shared.epochs, member, shared.build.done
         except SystemExit:
             raise
         except BaseException as error:
@@ -414,6 +451,9 @@ class _Run:
         while (said := member.inbox.get()) is not None and not member.is_leaving:
             if isinstance(said, msg.Cancel):
                 filler.cancel(said.session_id, said.batch_id)
+                continue
+            if isinstance(said, msg.Call):
+                self._say(filler.call(said))
                 continue
             if isinstance(said, msg.DropSession):
                 filler.drop_session(said.session_id)

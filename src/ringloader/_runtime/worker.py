@@ -23,10 +23,11 @@ import numpy as np
 from ringloader._core import messages as msg
 from ringloader._core.digests import attribute_digests
 from ringloader._runtime import segment, status
-from ringloader._runtime.filler import Filler, format_traceback, safe_text, type_name
+from ringloader._runtime.filler import Filler
 from ringloader._runtime.pipe import BlockingPipe, Closed
 from ringloader._runtime.seeding import LateImports, Seeder
 from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
+from ringloader._runtime.words import format_traceback, safe_text, type_name
 from ringloader._runtime.worker_info import TORCH_MODULE, WorkerInfo, set_worker_info, tell_torch
 from ringloader.errors import ProtocolError
 
@@ -108,6 +109,8 @@ class _Worker:
                 self._drop(message.segment_id)
             elif isinstance(message, msg.Cancel):
                 self._filler.cancel(message.session_id, message.batch_id)
+            elif isinstance(message, msg.Call):
+                self._pipe.send(self._filler.call(message))
             elif isinstance(message, msg.DropSession):
                 self._filler.drop_session(message.session_id)
             elif isinstance(message, msg.Stop):

@@ -1,0 +1,66 @@
+"""Calls of the dataset's methods in every worker: what was asked, who has answered.
+
+Owns the list of calls that a replacement repeats before its first batch, so that its dataset is in the state of the others.
+Must not know what a method does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ringloader._core import events as ev
+from ringloader._core import messages as msg
+from ringloader._core.workers import Worker, Workers, WorkerState
+
+
+class Calls:
+    """The calls of one loader. `recorded` outlives its workers."""
+
+    def __init__(self, workers: Workers, outbox: deque[ev.Command]) -> None:
+        self.recorded: list[msg.Call] = []  # set by whoever keeps it beyond these workers
+        self._workers = workers
+        self._outbox = outbox
+        self._answers: dict[int, dict[int, msg.Called]] = {}  # call id → worker id →
+        self._next_id = 0
+
+    def make(self, method: str, arguments: bytes) -> int:
+        """Have every worker run a method; returns the call's id."""
+        call_id = max([self._next_id, *(call.call_id + 1 for call in self.recorded[-1:])])
+        self._next_id = call_id + 1
+        call = msg.Call(call_id, method, arguments)
+        self.recorded.append(call)
+        self._answers[call_id] = {}
+        for worker in self._workers.all:
+            if worker.state is WorkerState.RUNNING:
+                self._outbox.append(ev.SendCall(worker.worker_id, worker.incarnation, call))
+        return call_id
+
+    def repeat(self, worker: Worker) -> None:
+        """A worker is ready: before its first batch it runs what the others have run."""
+        for call in self.recorded:
+            self._outbox.append(ev.SendCall(worker.worker_id, worker.incarnation, call))
+
+    def answered(self, worker: Worker, message: msg.Called) -> None:
+        """A worker has run a method, or failed to."""
+        answers = self._answers.get(message.call_id)
+        if answers is not None:
+            answers[worker.worker_id] = message
+        elif message.error_type:
+            method = next((call.method for call in self.recorded if call.call_id == message.call_id), "?")
+            text = f"worker {worker.worker_id} could not repeat the call of {method}: {message.error_type}: {message.error}"
+            self._outbox.append(ev.Warn(text))
+
+    def results(self, call_id: int) -> dict[int, msg.Called] | None:
+        """What each worker has answered, by worker id, once all that run have; None before. Asked for once."""
+        answers = self._answers[call_id]
+        waits = (WorkerState.RUNNING, WorkerState.STARTING)
+        if not answers or any(w.state in waits and w.worker_id not in answers for w in self._workers.all):
+            return None
+        del self._answers[call_id]
+        if any(answer.error_type for answer in answers.values()):
+            self.recorded[:] = [call for call in self.recorded if call.call_id != call_id]
+        return answers
+
+    def give_up(self, call_id: int) -> None:
+        """Nobody waits for the results any more."""
+        self._answers.pop(call_id, None)
