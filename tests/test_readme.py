@@ -155,8 +155,8 @@ def test_readme_comparison_covers_every_option_of_dataloader() -> None:
     assert {row[1] for row in table} <= {"same", "better", "different"}
 
 
-def test_readme_options_of_later_versions_say_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pin_memory` without CUDA warns once and delivers unpinned; threads are refused where there are workers."""
+def test_readme_pin_memory_without_cuda_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pin_memory` without CUDA warns once and delivers unpinned."""
     monkeypatch.setattr("ringloader.loader._warned_unpinned", False)
     for _ in range(2):
         with Loader(range(4), batch_size=4, pin_memory=True) as loader:
@@ -164,8 +164,6 @@ def test_readme_options_of_later_versions_say_so(caplog: pytest.LogCaptureFixtur
     assert [record.levelno for record in caplog.records if "unpinned" in record.message] == [logging.WARNING]
     with pytest.raises(ConfigError, match="pin_memory"):
         Loader(range(4), pin_memory=True, output="numpy")
-    with pytest.raises(ConfigError, match="thread"):
-        Loader(range(4), worker_backend="thread", num_workers=1)
 
 
 def test_readme_workers_that_build_other_datasets_are_an_error(claims: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ class Scaled:
     """Samples depend on what was called before."""
 
     def __init__(self) -> None:
-        self.factor, self.history = 1, []
+        self.factor = 1
+        self.history: list[Any] = []
 
     def __len__(self) -> int:
         return 12
@@ -44,7 +46,8 @@ class Scaled:
 
 
 def read(loader: Loader) -> list[int]:
-    return np.concatenate(list(loader)).tolist()
+    found: list[int] = np.concatenate(list(loader)).tolist()
+    return found
 
 
 @pytest.fixture(params=BACKENDS, ids=["inline", "thread", "process"])
@@ -86,7 +89,7 @@ def test_call_refuses_what_is_no_method_or_cannot_travel(loader: Loader) -> None
     with pytest.raises(ConfigError, match="method is 'a b'"):
         loader.call("a b")
     with pytest.raises(ConfigError, match="cannot be sent to a worker"):
-        loader.call("scale", (value for value in ()))
+        loader.call("scale", threading.Lock())
 
 
 def test_replacement_repeats_calls_before_its_first_batch() -> None:

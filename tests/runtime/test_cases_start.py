@@ -7,13 +7,11 @@ import sqlite3
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from ringloader import ConfigError, FactoryError, FactorySpec, FaultPolicy, Loader
 from tests.runtime import case_datasets as cases
@@ -158,7 +156,7 @@ if __name__ == "__main__":
     for dataset in (FactorySpec(Mine), Mine()) if os.environ.get("ACCEPT") else (Mine,  Mine()):
         try:
             spec = FactorySpec(Mine) if dataset is Mine else dataset
-            with Loader(spec, batch_size=4, num_workers=1, output="numpy") as loader:
+            with Loader(spec, batch_size=4, num_workers=1, output="numpy", worker_backend="process") as loader:
                 print([batch.tolist() for batch in loader], flush=True)
         except ConfigError as error:
             print("refused", "Mine" in str(error), "__main__" in str(error), "move it to an importable .py file" in str(error))
@@ -183,18 +181,6 @@ def test_b25_dataset_of_an_interactive_main_is_refused_at_construction(tmp_path:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["script body", "guarded part", *["refused True True True"] * 2]
-
-
-def test_b27_iterable_dataset_is_refused_at_construction() -> None:
-    """What this version cannot split among workers it does not read at all."""
-
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(10))
-
-    for num_workers in (0, 2):
-        with pytest.raises(ConfigError, match=r"Stream.* is iterable only; this version reads map-style datasets"):
-            Loader(Stream(), num_workers=num_workers)
 
 
 def test_b28_handle_opened_in_the_constructor_gives_right_values(tmp_path: Path) -> None:

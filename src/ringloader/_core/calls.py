@@ -51,10 +51,10 @@ class Calls:
             self._outbox.append(ev.Warn(text))
 
     def results(self, call_id: int) -> dict[int, msg.Called] | None:
-        """What each worker has answered, by worker id, once all that run have; None before. Asked for once."""
+        """What each worker has answered, by worker id, once all have that are not given up; None before. Asked for once."""
         answers = self._answers[call_id]
-        waits = (WorkerState.RUNNING, WorkerState.STARTING)
-        if not answers or any(w.state in waits and w.worker_id not in answers for w in self._workers.all):
+        awaited = (worker for worker in self._workers.all if worker.state is not WorkerState.GIVEN_UP)
+        if not answers or any(worker.worker_id not in answers for worker in awaited):
             return None
         del self._answers[call_id]
         if any(answer.error_type for answer in answers.values()):

@@ -38,6 +38,7 @@ class InlinePool:
     """
 
     is_inline = True
+    kills_at_once = False
     needs_drain = False
     unreaped_s = 0.0
 

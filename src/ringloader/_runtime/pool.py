@@ -60,6 +60,7 @@ class ProcessPool:
     """Worker processes behind the backend interface (see pump.py)."""
 
     is_inline = False
+    kills_at_once = False
     unreaped_s = UNREAPED_S
     needs_drain = False  # some process has no pidfd, so its end shows only by looking
 

@@ -13,7 +13,7 @@ start and kill: signals never interrupt it, and workers die with the thread that
 
 Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`,
 `kill_worker`, `abandon_worker`, `send_fill`, `send_call`, `send_cancel`, `drop_segment`, `drop_session`, `kill_all`, `stop`,
-`close`, `observe`, `who`, `pids`; `is_inline`, `needs_drain`, `unreaped_s`.
+`close`, `observe`, `who`, `pids`; `is_inline`, `needs_drain`, `kills_at_once`, `unreaped_s`.
 """
 
 from __future__ import annotations
@@ -282,6 +282,8 @@ class Pump:
             self.backend.drop_session(command.session_id)
         elif isinstance(command, ev.Warn):
             self._notes.append(command.text)
+        elif isinstance(command, ev.KillWorker) and self.backend.kills_at_once:
+            self.backend.kill_worker(command.worker_id, command.incarnation, dump=command.dump)
         else:
             self.jobs.append(command)
             self.kick()

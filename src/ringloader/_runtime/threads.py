@@ -71,6 +71,7 @@ class ThreadPool:
     """Worker threads behind the backend interface (see pump.py)."""
 
     is_inline = False
+    kills_at_once = True  # which is a word to the thread, no wait
     needs_drain = False
     unreaped_s = 0.0  # there is nothing to wait for: a thread ends when the user's code does
 
