@@ -150,7 +150,8 @@ class LoaderIterator(Iterator[Any]):
 class DeviceIterator(LoaderIterator):
     """One epoch of a loader with a `device`: batches are copied there, one ahead of the user if it is ready in time.
 
-    At most two batches of ours are on the device: the one that is handed over and the one ahead.
+    Beside the batch that the user still holds, two of ours are on the device at most: the one that is handed over and the one
+    ahead.
     """
 
     keeps = True
@@ -158,7 +159,7 @@ class DeviceIterator(LoaderIterator):
     def __init__(self, loader: Owner, engine: Engine, progress: Progress) -> None:
         super().__init__(loader, engine, progress)
         self._current: Arriving | None = None
-        self._failure: LoaderError | None = None  # of looking ahead
+        self._failure: BaseException | None = None  # of looking ahead
         self._using: dict[str, int] = {}  # the thread that is inside `next`
 
     def __next__(self) -> Any:
@@ -169,9 +170,12 @@ class DeviceIterator(LoaderIterator):
                 "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
             )
         try:
-            if self._failure is not None and self._current is None and self._ahead is None:
-                failure, self._failure = self._failure, None
-                raise failure
+            if self._current is None and self._ahead is None:
+                if self._failure is not None:
+                    failure, self._failure = self._failure, None
+                    raise failure
+                if self._is_over:
+                    raise StopIteration
             self._engine.check_usable()
             if self._engine.ring.cuda.is_capturing():
                 raise LoaderError("a batch cannot be copied to the device while a graph is captured; call next before or after")
@@ -185,7 +189,9 @@ class DeviceIterator(LoaderIterator):
                 self._look_ahead()
             current = self._current
             current.copy.arrive()
-            self._loader._note_copy(current.copy)
+            if not current.is_noted:
+                current.is_noted = True
+                self._loader._note_copy(current.copy)
             self._loader._wait_s += time.perf_counter() - began_s
             value = current.value
             # From here to the return nothing is called: an interrupt comes before, and the batch is still there, or after.
@@ -208,7 +214,10 @@ class DeviceIterator(LoaderIterator):
             return
         if len(self._session.skipped) > self._num_noted:
             self._note_skipped()
-        if got is not None:
+        if isinstance(got, BaseException):
+            self._failure = got  # likewise
+            self._session.arrived = True
+        elif got is not None:
             self._loader._num_batches += 1
             progress = self._progress
             progress.kept = (*progress.kept, self._session.in_hand.batch_id)  # type: ignore[union-attr]

@@ -32,7 +32,8 @@ def record_stream(batch: Any, stream: Any) -> None:
     """Have the batch's slot wait for `stream`, a `torch.cuda.Stream`, before it is filled anew.
 
     Needed for a copy out of the batch that is queued on a stream other than those current when the batch was handed over and
-    when its last view goes. Harmless on anything that is no batch of ours.
+    at the same thread's next call of the loader: a stream that is current only between the two is seen by nobody. Harmless on
+    anything that is no batch of ours.
 
     Raises ConfigError for what is no stream.
     """

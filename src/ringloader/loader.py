@@ -208,6 +208,7 @@ class Loader:
         self._is_closed = True
         if self._engine is not None:
             self._engine.close()
+        self._count_copies()
         lifetime.sweep()
         if self._drop_payload is not None:
             self._drop_payload()
@@ -287,7 +288,6 @@ class Loader:
 
     def stats(self) -> LoaderStats:
         """What has happened so far."""
-        self._count_copies()
         past = dataclasses.replace(self._past, num_batches=self._num_batches, wait_s=self._wait_s, copy_s=self._copy_s)
         engine = self._engine
         if engine is None:
@@ -354,7 +354,7 @@ class Loader:
         """The engine, started."""
         with self._engine_lock:
             if self._engine is None:
-                ring = Ring(self._options.max_ring_bytes, cuda.CUDA, self._pin)
+                ring = Ring(self._options.max_ring_bytes, cuda.CUDA, self._pin, self._cuda_device)
                 is_pinned = self._pin != "off"
                 wrap = wrapping.choose(self._options.output, self._cuda_device, pinned=is_pinned, cuda=cuda.CUDA)
                 engine = Engine(self._options.policy, self._make_backend, ring, wrap)
@@ -382,9 +382,12 @@ class Loader:
                 self._copies.appendleft(copy)
                 return
             self._copy_s += seconds
+        if self._cuda_device is not None and self._engine is not None and self._owner_pid == os.getpid():
+            self._engine.delivery.prune()
 
     def _ended(self, engine: Engine) -> None:
         """An epoch is over: workers that are not to be kept go."""
+        self._count_copies()
         with self._engine_lock:
             is_last = self._engine is engine and not engine.scheduler.sessions and not self._num_opening
             if not self._options.persistent_workers and is_last:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ringloader._runtime.cuda import Copy, CudaError
+from ringloader._runtime.cuda import Copy, CudaError, DeviceError
 
 _OWN_THREADS = ("ringloader", "ringloader-exit", "ringloader-wait")
 
@@ -83,7 +83,7 @@ class FakeCuda:
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, device: str | None) -> None:
         self._check_call("register")
         self.calls.append(("register", address, nbytes))
         if sum(call[0] == "register" for call in self.calls) in self._fail_at:
@@ -188,15 +188,19 @@ class FakeCopier:
         self.copies: list[FakeCopy] = []
 
     def start(self, build: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> tuple[Any, Copy]:
+        self.cuda._check_call("copy")
         user_stream = self.cuda.current()
         position = user_stream.num_queued
-        self.stream.work.append(lambda: user_stream.run(max(0, position - user_stream.num_done)))
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
+        def place(tensor: torch.Tensor) -> torch.Tensor:
             self.cuda.num_device_copies += 1
             if self.cuda.num_device_copies in self.cuda.full_at:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            target = torch.full_like(tensor, 0)
+                raise DeviceError from torch.OutOfMemoryError("CUDA out of memory")
+            pairs.append((torch.full_like(tensor, 0), tensor))
+            return pairs[-1][0]
+
+        def copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
             address, nbytes, goal = tensor.data_ptr(), tensor.nbytes, target.data_ptr()
 
             def piece() -> None:
@@ -208,16 +212,22 @@ class FakeCopier:
             self.stream.work.append(piece)
             self.cuda.calls.append(("copy", address))
             self.alive.append(target)  # the device's memory outlives its tensor until the copy has run
-            return target
 
-        value = build(copy)
+        value = build(place)
+        self.stream.work.append(lambda: user_stream.run(max(0, position - user_stream.num_done)))
+        for pair in pairs:
+            copy(*pair)
         self.copies.append(FakeCopy(self, self.stream.num_queued))
         return value, self.copies[-1]
 
     def throttle(self) -> None:
         """The device works while the host waits."""
+        self.cuda._check_call("throttle")
         for copy in [copy for copy in self.copies if not copy.is_over()][:-1]:
             copy.wait()
+
+    def prune(self) -> None:
+        self.cuda._check_call("prune")
 
 
 class FakeCopy:
@@ -235,10 +245,12 @@ class FakeCopy:
 
     def arrive(self) -> None:
         """The current stream waits: whoever runs it has the copy done before."""
+        self._copier.cuda._check_call("arrive")
         self._copier.cuda.calls.append(("arrive",))
         self._copier.cuda.current().work.append(self.wait)
 
     def seconds(self) -> float | None:
+        self._copier.cuda._check_call("seconds")
         return 0.001 if self.is_over() else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import random
 import signal
@@ -145,3 +146,24 @@ class Slow(Numbers):
         if i in self.slow:
             time.sleep(0.5)
         return self.make(i)
+
+
+class OnlyInWorkers:
+    """Its third sample is of a type that only a worker can import."""
+
+    def __init__(self, size: int) -> None:
+        import sys
+        import types
+
+        self.size = size
+        module = sys.modules["only_in_workers"] = types.ModuleType("only_in_workers")
+        self.kind = collections.namedtuple("Odd", "value")  # type: ignore[misc]
+        self.kind.__module__ = "only_in_workers"
+        module.Odd = self.kind  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        value = np.full(2, index)
+        return self.kind(value) if index in (2, 3) else (value,)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ringloader import ClosedError, ConfigError, FactorySpec, Loader, RingFullError, record_stream, release
+from ringloader import ClosedError, ConfigError, FactorySpec, LayoutError, Loader, RingFullError, record_stream, release
 from ringloader._core.session import pack_keys
 from ringloader._core.slots import SlotState
 from ringloader._runtime import cuda, lifetime, memory
@@ -224,9 +224,9 @@ def test_interrupt_during_a_registration_leaves_nothing_registered(make_fake: Ca
     fake = make_fake()
     register = fake.register
 
-    def interrupted(address: int, nbytes: int) -> None:
+    def interrupted(address: int, nbytes: int, device: str | None) -> None:
         fake.register = register  # type: ignore[method-assign]
-        register(address, nbytes)
+        register(address, nbytes, device)
         raise KeyboardInterrupt
 
     fake.register = interrupted  # type: ignore[method-assign]
@@ -271,8 +271,8 @@ def test_close_during_a_registration_is_a_closed_error(make_fake: Callable[..., 
     register = fake.register
     loader = Loader(_SPEC, batch_size=4, num_workers=num_workers, pin_memory=True)
 
-    def closing(address: int, nbytes: int) -> None:
-        register(address, nbytes)
+    def closing(address: int, nbytes: int, device: str | None) -> None:
+        register(address, nbytes, device)
         loader.close()
 
     fake.register = closing  # type: ignore[method-assign]
@@ -901,3 +901,111 @@ def test_exit_with_live_batches_undoes_registrations_in_silence(more: str) -> No
     is_running = not more
     assert ("{}" in done.stdout) != is_running
     assert done.stdout.strip().endswith("[]")
+
+
+# --- what other threads and streams do -----------------------------------------------------------------------------------
+
+
+def test_copy_is_waited_for_on_the_stream_of_its_own_thread(make_fake: Callable[..., FakeCuda]) -> None:
+    """Another thread that reads the same loader says nothing about the streams of the one that was handed the batch."""
+    fake = make_fake()
+    side = FakeStream(7)
+    with Loader(_SPEC, batch_size=4, pin_memory=True) as loader:
+        iterator, others = iter(loader), iter(loader)
+        rows, indices = next(iterator)
+        fake.use(side)
+        found = fake.copy_later(rows)
+        del rows
+        thread = threading.Thread(target=lambda: [next(others) for _ in range(3)] and None)
+        thread.start()
+        thread.join()
+        held = [next(iterator) for _ in range(3)]
+        side.run()
+        _check_copies([(indices.tolist(), found)])
+        del held
+        fake.use(fake.default)
+
+
+def test_slots_of_a_thread_that_is_gone_come_back_by_another(make_fake: Callable[..., FakeCuda]) -> None:
+    """Nobody waits for a call that will never come."""
+    make_fake()
+    with Loader(_SPEC, batch_size=4, pin_memory=True) as loader:
+        iterator = iter(loader)
+
+        def take() -> None:
+            next(iterator)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        next(iterator)
+        next(iterator)
+        assert SlotState.PENDING not in slot_states(loader)
+
+
+def test_batch_that_cannot_be_rebuilt_is_an_error_in_its_place_on_a_device_too(make_fake: Callable[..., FakeCuda]) -> None:
+    """Once, and the epoch goes on; also where it was met ahead of its turn."""
+    fake = make_fake()
+    spec = FactorySpec("tests.runtime.sample_datasets:OnlyInWorkers", 12)
+    for device in (None, "cuda"):
+        with Loader(spec, batch_size=2, num_workers=1, device=device) as loader:
+            iterator, outcome = iter(loader), []
+            for _ in range(12):
+                try:
+                    batch = next(iterator)
+                    outcome.append("batch")
+                    fake.finish()
+                    del batch
+                except StopIteration:
+                    break
+                except LayoutError:
+                    outcome.append("error")
+        assert outcome == ["batch", "error", "batch", "batch", "batch", "batch"], device
+
+
+def test_batch_that_no_device_holds_is_given_up_after_three_tries(make_fake: Callable[..., FakeCuda]) -> None:
+    """Each try is an error that the user sees, and errors that are kept keep no slot."""
+    fake = make_fake()
+    fake.full_at = tuple(range(3, 100))
+    kept = []
+    with Loader(_SPEC, batch_size=24, device="cuda", in_order=True) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        for _ in range(4):
+            try:
+                next(iterator)
+            except StopIteration:
+                break
+            except torch.OutOfMemoryError as error:
+                kept.append(error)
+        assert len(kept) == 3
+        fake.finish()
+        loader._engine.pump.step([])  # type: ignore[union-attr]
+        assert SlotState.LEASED not in slot_states(loader)
+
+
+@pytest.mark.parametrize("way", ["closed", "capturing", "workers gone"])
+def test_iterator_that_is_over_stays_over_on_a_device(make_fake: Callable[..., FakeCuda], way: str) -> None:
+    """StopIteration whatever has become of its loader, as on the host."""
+    fake = make_fake()
+    with Loader(_SPEC, batch_size=24, device="cuda", persistent_workers=way != "workers gone") as loader:
+        iterator = iter(loader)
+        assert len(list(iterator)) == 2
+        if way == "closed":
+            loader.close()
+        fake.capturing = way == "capturing"
+        with pytest.raises(StopIteration):
+            next(iterator)
+        fake.capturing = False
+
+
+def test_stats_call_nothing_of_cuda(make_fake: Callable[..., FakeCuda]) -> None:
+    """A thread that shows numbers may ask while another captures a graph."""
+    fake = make_fake()
+    with Loader(_SPEC, batch_size=4, device="cuda") as loader:
+        iterator = iter(loader)
+        next(iterator)
+        fake.capturing = True
+        loader.stats()
+        fake.capturing = False
+    assert fake.violations == []

@@ -65,6 +65,7 @@ class Batch:
     deaths: dict[int, int] = field(default_factory=dict)
     charged: dict[int, list[int]] = field(default_factory=dict)  # sample → ids of the workers that died of it
     last_exit: str = ""
+    num_refused: int = 0  # by the device it was to be copied to
     stream: int = -1  # of an iterable dataset
     number: int = -1  # within the stream
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+import threading
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 logger = logging.getLogger("ringloader")
@@ -27,6 +29,8 @@ _ERROR_NAMES = {
 }
 # cudaErrorStreamCapture...: a graph is being captured, perhaps by another thread.
 _CAPTURE_ERRORS = range(900, 909)
+_CAPTURED_EVENT = 907
+_CAPTURED_WORDS = "last recorded in a capturing stream"
 # Portable: page-locked for every device of the process, not only for the one that is current.
 _HOST_REGISTER_PORTABLE = 1
 
@@ -41,6 +45,10 @@ class CudaError(Exception):
 
 class CaptureError(Exception):
     """A graph is being captured somewhere in the process: what was asked for is to be asked again later."""
+
+
+class DeviceError(Exception):
+    """A batch could not be copied to its device; the cause is torch's own error."""
 
 
 class Copy(Protocol):
@@ -64,8 +72,14 @@ class Copier(Protocol):
     def throttle(self) -> None:
         """Wait until at most one copy is under way. Memory on the device is bounded by this, and so is the ring."""
 
+    def prune(self) -> None:
+        """Let go of copies that are over and that nobody waits for any more."""
+
     def start(self, build: Callable[[Callable[[Tensor], Tensor]], Any]) -> tuple[Any, Copy]:
-        """Call `build` with a function that copies one tensor; return what it gives, and its copy."""
+        """Call `build` with a function that gives a tensor its place on the device; return what it gives, and its copy.
+
+        Nothing is copied before `build` has returned. Raises DeviceError, or what `build` raises.
+        """
 
 
 class Cuda(Protocol):
@@ -80,8 +94,9 @@ class Cuda(Protocol):
     def is_capturing(self) -> bool:
         """The current stream is recording a graph, into which nothing of ours may come."""
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock a mapping in place. Raises CudaError, after which no error lingers in the runtime."""
+    def register(self, address: int, nbytes: int, device: str | None) -> None:
+        """Page-lock a mapping in place, from a device or from the one that is current. Raises CudaError, after which no error
+        lingers in the runtime."""
 
     def unregister(self, address: int) -> None:
         """Undo `register`; an error is of no use to anybody any more."""
@@ -96,7 +111,7 @@ class Cuda(Protocol):
         """Mark the present end of a stream, with an event that `recycle` gave back if there is one."""
 
     def is_complete(self, event: Event) -> bool:
-        """Everything before the mark is done."""
+        """Everything before the mark is done. Raises CaptureError for a mark that went into a graph: it has to be set anew."""
 
     def recycle(self, event: Event) -> None:
         """Keep an event for the next `record`."""
@@ -128,8 +143,11 @@ class TorchCuda:
     def is_capturing(self) -> bool:
         return self.is_active() and bool(_torch().cuda.is_current_stream_capturing())
 
-    def register(self, address: int, nbytes: int) -> None:
-        code = int(_torch().cuda.cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
+    def register(self, address: int, nbytes: int, device: str | None) -> None:
+        cuda = _torch().cuda
+        # Not from device 0 for the sake of another: that would make a context there.
+        with cuda.device(_torch().device(device)) if device is not None else nullcontext():
+            code = int(cuda.cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
         if code:
             self._consume_error()
             raise CudaError(f"{_ERROR_NAMES.get(code, 'CUDA error')} ({code})")
@@ -194,6 +212,8 @@ class TorchCuda:
         try:
             return bool(event[1].query())
         except RuntimeError as error:
+            if getattr(error, "error_code", None) == _CAPTURED_EVENT or _CAPTURED_WORDS in str(error):
+                raise CaptureError from None
             return not _is_of_capture(error)  # else the context is broken, and nothing is copied any more
 
     def recycle(self, event: Event) -> None:
@@ -224,89 +244,155 @@ class TorchCuda:
 class TorchCopier:
     """Copies to one device of torch's.
 
-    The memory is allocated for the user's stream, which waits for the copy before it reads: freed, it can be used again at once
-    by what comes later on that stream. The copy waits for that stream in turn. What is given up before the user's stream waits
-    for it is kept here until the copy is over.
+    The memory of a batch is allocated for the stream that is current when its copy is started, and the copy waits for what that
+    stream has been given by then: the memory may have been in use there. The stream that is current when the batch arrives
+    waits for the copy; where it is another one, torch is told that it reads the memory, too. What is given up before it arrives
+    is kept here until its copy is over. For threads of the user's, any number.
     """
 
     def __init__(self, torch: Any, index: int) -> None:
         self._torch = torch
         self._device = torch.device("cuda", index)
         self.stream = torch.cuda.Stream(self._device)
+        self._lock = threading.RLock()
         self._running: list[_TorchCopy] = []
-        self._spare: list[tuple[Event, Event]] = []
-        self._reached = torch.cuda.Event()  # by the user's stream, when a copy is started
+        self._spare: list[tuple[Event, Event, Event]] = []
+        self._user_streams: dict[int, Stream] = {}  # the last one of each thread
 
     def start(self, build: Callable[[Callable[[Tensor], Tensor]], Any]) -> tuple[Any, Copy]:
-        torch, user_stream = self._torch, self._torch.cuda.current_stream(self._device)
-        began, ended = self._spare.pop() if self._spare else (self._event(), self._event())
-        copy = _TorchCopy(self, began, ended)
-        self._running = [other for other in self._running if not other.is_over()]
-        self._running.append(copy)
-        self._reached.record(user_stream)
-        self.stream.wait_event(self._reached)
-        began.record(self.stream)
+        torch, me = self._torch, threading.get_ident()
+        user_stream = self._leave_own_stream(me)
+        pairs: list[tuple[Tensor, Tensor]] = []
 
-        def copy_one(tensor: Tensor) -> Tensor:
-            with torch.cuda.stream(user_stream):
+        def place(tensor: Tensor) -> Tensor:
+            try:
                 target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            copy.targets.append(target)
-            with torch.cuda.stream(self.stream):
-                target.copy_(tensor, non_blocking=True)
+            except RuntimeError as error:
+                raise DeviceError from error
+            pairs.append((target, tensor))
             return target
 
-        try:
-            return build(copy_one), copy
-        finally:
-            ended.record(self.stream)
-            copy.is_recorded = True
+        # First all memory, then the mark: another thread may give back, on the same stream, what this one is given in between.
+        value = build(place)
+        with self._lock:
+            self._mend(me)
+            self.prune()
+            copy = _TorchCopy(self, self._spare.pop() if self._spare else self._events(), user_stream, me)
+            self._running.append(copy)
+        copy.run(pairs)
+        return value, copy
+
+    def _leave_own_stream(self, me: int) -> Stream:
+        """Return the user's stream. An interrupt inside torch may have left this thread on ours: put the user's back."""
+        stream = self.current_stream()
+        if stream == self.stream:
+            stream = self._user_streams.get(me) or self._torch.cuda.default_stream(self._device)
+            self._torch.cuda.set_stream(stream)
+        self._user_streams[me] = stream
+        return stream
+
+    def _mend(self, me: int) -> None:
+        """A copy of this thread's that an interrupt has left without its mark gets it now."""
+        for copy in self._running:
+            if copy.thread == me and not copy.is_recorded:
+                copy.record_end()
 
     def throttle(self) -> None:
-        running = [copy for copy in self._running if copy.is_recorded and not copy.is_over()]
-        for copy in running[:-1]:
+        self.prune()
+        for copy in [copy for copy in self._running if copy.is_recorded][:-1]:
             copy.wait()
 
-    def _event(self) -> Event:
-        return self._torch.cuda.Event(enable_timing=True)
+    def prune(self) -> None:
+        with self._lock:
+            self._running = [copy for copy in self._running if not copy.is_over()]
+
+    def _events(self) -> tuple[Event, Event, Event]:
+        # Blocking: a thread that waits for the device leaves its core to the workers.
+        timed = (self._torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        return (self._torch.cuda.Event(), *timed)
 
     def current_stream(self) -> Stream:
         return self._torch.cuda.current_stream(self._device)
 
-    def recycle(self, began: Event, ended: Event) -> None:
-        self._spare.append((began, ended))
+    def on_stream(self) -> Any:
+        """Make our stream the current one for a while."""
+        # As a context manager of its own a stream is code of C, which no signal breaks into.
+        return self.stream if hasattr(self.stream, "__enter__") else self._torch.cuda.stream(self.stream)
+
+    def recycle(self, events: tuple[Event, Event, Event]) -> None:
+        with self._lock:
+            self._spare.append(events)
 
 
 class _TorchCopy:
-    """The copy of one batch. `targets`: its memory on the device, until the user's stream waits for it."""
+    """The copy of one batch. `targets`: its memory on the device, until it has arrived."""
 
-    def __init__(self, copier: TorchCopier, began: Event, ended: Event) -> None:
+    def __init__(self, copier: TorchCopier, events: tuple[Event, Event, Event], user_stream: Stream, thread: int) -> None:
         self.targets: list[Tensor] = []
+        self.thread = thread
         self.is_recorded = False
         self._copier = copier
-        self._events: tuple[Event, Event] | None = (began, ended)
+        self._events: tuple[Event, Event, Event] | None = events
+        self._user_stream = user_stream
         self._took_s: float | None = None
 
+    def run(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Queue the copies, each from the second of a pair to the first. Raises DeviceError."""
+        assert self._events is not None
+        stream, (reached, began, _) = self._copier.stream, self._events
+        self.targets = [target for target, _ in pairs]
+        try:
+            reached.record(self._user_stream)
+            stream.wait_event(reached)
+            began.record(stream)
+            # All leaves of a batch lie in one slot. Out of memory that is not page-locked the copy would hold this thread up.
+            is_pinned = not pairs or pairs[0][1].is_pinned()
+            with self._copier.on_stream():
+                for target, source in pairs:
+                    target.copy_(source if is_pinned else CUDA.pinned_copy(source), non_blocking=True)
+        except RuntimeError as error:
+            raise DeviceError from error
+        finally:
+            self.record_end()
+
+    def record_end(self) -> None:
+        """Mark the end of what was queued."""
+        if self._events is not None:
+            self._events[2].record(self._copier.stream)
+        self.is_recorded = True
+
     def arrive(self) -> None:
-        events = self._events
-        if events is not None:
-            self._copier.current_stream().wait_event(events[1])
+        current = self._copier.current_stream()
+        if self._events is not None:
+            current.wait_event(self._events[2])
+        if current != self._user_stream:
+            for target in self.targets:
+                target.record_stream(current)
         self.targets = []
 
     def is_over(self) -> bool:
         events = self._events
-        return events is None or (self.is_recorded and bool(events[1].query()))
+        if events is None:
+            return True
+        try:
+            return self.is_recorded and bool(events[2].query())
+        except RuntimeError as error:
+            return not _is_of_capture(error)  # else the context is broken, and nothing is copied any more
 
     def wait(self) -> None:
         events = self._events
         if events is not None:
-            events[1].synchronize()
+            events[2].synchronize()
 
     def seconds(self) -> float | None:
         events = self._events
         if events is not None and self.is_over():
-            self._took_s = events[0].elapsed_time(events[1]) / 1e3
-            self._events, self.targets = None, []
-            self._copier.recycle(*events)
+            try:
+                self._took_s = events[1].elapsed_time(events[2]) / 1e3
+            except RuntimeError:
+                self._took_s = 0.0  # it was never begun
+            self._events = None
+            self._copier.recycle(events)
         return self._took_s
 
 

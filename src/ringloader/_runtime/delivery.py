@@ -7,6 +7,7 @@ Runs under the pump's lock, so it must not wait.
 
 from __future__ import annotations
 
+import traceback
 from collections import OrderedDict
 from typing import Any
 
@@ -19,6 +20,7 @@ from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Session
 from ringloader._core.slots import Slot, SlotEvent
 from ringloader._runtime import reports
+from ringloader._runtime.cuda import DeviceError
 from ringloader._runtime.filler import MAX_LAYOUTS
 from ringloader._runtime.ring import Ring
 from ringloader._runtime.wrapping import Wrap
@@ -29,6 +31,8 @@ _MAX_KNOWN = 4 * MAX_LAYOUTS
 # Leaves of all placements remembered: trees of thousands of leaves whose shapes vary must not fill the memory.
 _MAX_PLANNED = 1 << 14
 _EMPTY = np.empty(0, np.uint8)
+# How often a batch is offered to a device that has no room for it before its error takes its place.
+_MAX_REFUSED = 3
 
 
 class Delivery:
@@ -75,12 +79,25 @@ class Delivery:
             self._ring.lend(slot, root, [], self._wrap.streams)
         try:
             value, _ = self._wrap(*self._plan(filled), filled.inline, root)
-        except Exception as error:
+        except DeviceError as error:
             # The device has no memory left, or worse. The batch is made again, in another slot, should the user go on.
-            if slot is not None:
-                self._scheduler.slots.apply(slot, SlotEvent.LEND)
-            session.wait(batch)
-            return error
+            batch.num_refused += 1
+            cause = error.__cause__ or error
+            cause.__traceback__ = None  # its frames hold the slot's memory
+            if batch.num_refused < _MAX_REFUSED:
+                if slot is not None:
+                    self._scheduler.slots.apply(slot, SlotEvent.LEND)
+                session.wait(batch)
+            else:
+                self._scheduler.hand_over(session, batch)
+                session.arrived = True  # as far as it ever will
+            return cause
+        except Exception as error:
+            self._scheduler.hand_over(session, batch)
+            traceback.clear_frames(error.__traceback__)
+            return reports.rebuild_error(batch, error)
+        finally:
+            del root
         return self._delivered(session, batch, filled, value)
 
     def _delivered(self, session: Session, batch: Batch, filled: msg.Filled, value: Any) -> Any:
@@ -92,6 +109,10 @@ class Delivery:
     def throttle(self) -> None:
         """Wait until the device can take more; outside the pump's lock."""
         self._wrap.throttle()
+
+    def prune(self) -> None:
+        """Let go of what was on its way to a device; on a thread of the user's."""
+        self._wrap.prune()
 
     def _plan(self, filled: msg.Filled) -> tuple[Layout, Placement]:
         """Layout and placement of a batch, remembered by their bytes."""

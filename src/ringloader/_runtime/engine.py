@@ -140,18 +140,20 @@ class Engine:
         return got[0]
 
     def try_next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> Any:
-        """Hand in what the sampler gave; return the next batch as a 1-tuple if it can be had at once, else None."""
+        """Hand in what the sampler gave; return the next batch as a 1-tuple if it can be had at once, or what went wrong with
+        it, else None."""
         self.check_usable()
 
         def ask() -> Any:
             self._submit(session, batches, ended=ended)
             batch = session.head()
-            # What went wrong is told when its batch is due.
-            return None if batch is None or batch.fault is not None else self._take(session)
+            # What went wrong in a worker is told when its batch is due, and so is what went wrong with all of them.
+            if batch is None or batch.fault is not None or self._hopeless(session) is not None or self.ring.is_unsettled():
+                return None
+            return self.delivery.deliver(session, batch)
 
         self._settle_ring()
-        got = self.pump.step(None, ask)
-        return got if isinstance(got, tuple) else None
+        return self.pump.step(None, ask)
 
     def _submit(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> None:
         """Under the lock."""
@@ -179,6 +181,9 @@ class Engine:
         lease = self.ring.find_lease(address, leaf)
         if lease is None:
             return False
+        if not lease.is_exact and self.ring.fences.needs(lease) and not self.ring.cuda.is_capturing():
+            lease.streams = (*lease.streams, *self.ring.cuda.streams())  # whoever lets go knows who reads
+            lease.is_exact = True
         self.ring.ended.append(lease)
         if not self.pump.is_mine():
             self.pump.step([])

@@ -32,9 +32,11 @@ _SLOW_S = 0.1
 
 
 class Pins:
-    """The page-locked segments of one ring. `mode`: "off"; "try", a failure is a warning; "require", it is an error."""
+    """The page-locked segments of one ring. `mode`: "off"; "try", a failure is a warning; "require", it is an error. `device`:
+    where batches go, None where that is not known."""
 
-    def __init__(self, cuda: Cuda, mode: str) -> None:
+    def __init__(self, cuda: Cuda, mode: str, device: str | None = None) -> None:
+        self._device = device
         self.is_on = mode != "off"
         self.nbytes = 0
         self._cuda = cuda
@@ -96,7 +98,7 @@ class Pins:
             self._cuda.unregister(address)
         self._addresses[segment_id] = address
         try:
-            self._cuda.register(address, segment.nbytes)
+            self._cuda.register(address, segment.nbytes, self._device)
         except CudaError as error:
             del self._addresses[segment_id]
             self._give_back(segment_id, segment)

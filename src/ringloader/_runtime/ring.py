@@ -12,6 +12,7 @@ undoes the registration. Must not know sessions.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -38,10 +39,10 @@ class Lease(weakref.ref):  # type: ignore[type-arg]
     """Weak reference to a slot's root array; knows the slot, its generation and the leaves that were handed out.
 
     `key`: (slot id, generation). `streams`: what copies out of the slot may be queued on, as far as is known; `is_exact`: there
-    are no others.
+    are no others. `thread`: who was handed the batch; `ended_s`: when it was known that the lease is over.
     """
 
-    __slots__ = ("is_exact", "key", "leaves", "nbytes", "segment_id", "streams")
+    __slots__ = ("ended_s", "is_exact", "key", "leaves", "nbytes", "segment_id", "streams", "thread")
 
     key: Key
     segment_id: int
@@ -49,6 +50,8 @@ class Lease(weakref.ref):  # type: ignore[type-arg]
     leaves: list[weakref.ref[Any]]
     streams: tuple[Stream, ...]
     is_exact: bool
+    thread: int
+    ended_s: float
 
 
 class Ring:
@@ -57,10 +60,10 @@ class Ring:
     `pin`: whether they are page-locked, see `Pins`.
     """
 
-    def __init__(self, limit: int, cuda: Cuda, pin: str = "off") -> None:
+    def __init__(self, limit: int, cuda: Cuda, pin: str = "off", device: str | None = None) -> None:
         self.limit = limit
         self.cuda = cuda
-        self.pins = Pins(cuda, pin)
+        self.pins = Pins(cuda, pin, device)
         self.fences = Fences(cuda)
         self.ended: deque[Lease] = deque()  # leases that are over, until `forget`
         self.segments: dict[int, Segment] = {}
@@ -170,7 +173,7 @@ class Ring:
         for lease in list(self.leases.values()):
             self.fences.add(lease)  # still held, but by nobody who will copy any more
         while self.fences.is_waiting and not self.cuda.is_capturing() and time.monotonic() < deadline_s:
-            self.fences.advance()
+            self.fences.advance(of_all_threads=True)
             time.sleep(_EXIT_LOOK_S)
         self.leases.clear()
         self.sweep()
@@ -189,6 +192,7 @@ class Ring:
         lease.key, lease.segment_id, lease.nbytes = (slot.slot_id, slot.generation), slot.segment_id, root.nbytes
         lease.leaves = [weakref.ref(leaf) for leaf in leaves]
         lease.is_exact = bool(streams)
+        lease.thread = threading.get_ident()
         lease.streams = streams or (tuple(self.cuda.streams()) if self.cuda.is_active() else ())
         self.leases[lease.key] = lease
 

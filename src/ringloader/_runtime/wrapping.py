@@ -23,6 +23,9 @@ class Wrap(Protocol):
     def throttle(self) -> None:
         """Wait until the device can take more."""
 
+    def prune(self) -> None:
+        """Let go of what was on its way and is not wanted any more."""
+
     def __call__(
         self, layout: Layout, placement: Placement, inline: bytes, root: np.ndarray[Any, Any]
     ) -> tuple[Any, list[Any]]:
@@ -49,6 +52,9 @@ class HostWrap:
     def throttle(self) -> None:
         """Nothing is on its way."""
 
+    def prune(self) -> None:
+        """Nor does anything stay behind."""
+
     def __call__(
         self, layout: Layout, placement: Placement, inline: bytes, root: np.ndarray[Any, Any]
     ) -> tuple[Any, list[Any]]:
@@ -61,6 +67,7 @@ class Arriving:
 
     value: Any
     copy: Copy
+    is_noted: bool = False
 
 
 class DeviceWrap:
@@ -75,6 +82,9 @@ class DeviceWrap:
 
     def throttle(self) -> None:
         self._copier.throttle()
+
+    def prune(self) -> None:
+        self._copier.prune()
 
     def __call__(
         self, layout: Layout, placement: Placement, inline: bytes, root: np.ndarray[Any, Any]
