@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -108,21 +109,54 @@ def test_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_readme_token_windows_run_as_they_stand(tmp_path: Path) -> None:
-    """The snippet is a script of its own, and its comments are true."""
-    (block,) = re.findall(r"^```python\n(import numpy as np\nfrom ringloader import.*?)^```", README, re.M | re.S)
-    block += "    assert inputs.shape == targets.shape == (64, 128) and (inputs[:, 1:] == targets[:, :-1]).all()\n"
-    (tmp_path / "windows.py").write_text(block)
-    done = subprocess.run([sys.executable, "windows.py"], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+_PHOTOS = """
+import os
+import numpy
+from PIL import Image
+os.makedirs("photos")
+for number in range(8):
+    name = f"photos/{'cat' if number % 2 else 'dog'}_{number:03}.jpg"
+    Image.fromarray(numpy.full((40, 48, 3), number * 30, numpy.uint8)).save(name)
+"""
+_OF_PHOTOS = """
+            assert images.shape == (4, 32, 32, 3) and labels.dtype.is_signed and {*labels.tolist()} <= {0, 1}
+"""
+_OF_WINDOWS = """
+    assert inputs.shape == targets.shape == (64, 128) and (inputs[:, 1:] == targets[:, :-1]).all()
+"""
+_OF_PADDING = """
+            assert mask.shape == (20, 7)
+"""
+_SHARDING = "rank 1 of 2 reads its share of each epoch; world_size=1 has every rank read all of it\n"
+# What a snippet needs to run, and what shows that its comments are true; by what it begins with.
+_SCRIPTS = {
+    "from image_folders import": (_PHOTOS, _OF_PHOTOS),
+    "import numpy as np\nfrom ringloader import Loader, TokenWindows": ("", _OF_WINDOWS),
+    "import numpy as np\nfrom ringloader import Loader, pad_collate": ("", _OF_PADDING),
+    "from ringloader import FactorySpec, Loader, get_worker_info": ("", ""),
+    "import torch\nfrom ringloader import ArrayDataset, DistributedSampler, Loader": ("", ""),
+    "import torch\nfrom ringloader import ArrayDataset, Loader": ("", ""),
+    "import torch\nfrom ringloader import Loader, tensor_dataset": ("", ""),
+}
 
 
-def test_readme_resuming_runs_as_it_stands(tmp_path: Path) -> None:
-    """The snippet is a script of its own and asserts what it claims."""
-    (block,) = re.findall(r"^```python\n(import torch\nfrom ringloader import ArrayDataset.*?)^```", README, re.M | re.S)
-    (tmp_path / "resume.py").write_text(block)
-    done = subprocess.run([sys.executable, "resume.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+@pytest.mark.parametrize("start", _SCRIPTS, ids=lambda start: re.sub(r"\\W+", "-", start[-40:]))
+def test_readme_snippets_run_as_they_stand(tmp_path: Path, start: str) -> None:
+    """Each is a script of its own, silent, and asserts what it claims."""
+    (block,) = [found for found in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S) if found.startswith(start)]
+    before, after = _SCRIPTS[start]
+    (tmp_path / "snippet.py").write_text(before + block + after)
+    done = subprocess.run(
+        [sys.executable, "snippet.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts")},
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == ("" if "rank=1" not in block else _SHARDING)
 
 
 def test_readme_options_table_is_the_signature_of_loader() -> None:

@@ -12,7 +12,6 @@ from ringloader._runtime.cuda import CaptureError, DeviceError, TorchCopier, Tor
 from ringloader._runtime.fences import Fences
 from tests.runtime.simulated_torch import Gpu, SimSource, SimStream, SimTensor
 
-
 _NO_TYPES: dict[str, Any] = {}
 
 
