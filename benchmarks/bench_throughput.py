@@ -1,6 +1,6 @@
 """How many batches per second does ringloader deliver, beside torch's DataLoader and beside what the machine can do at all?
 
-Method. Five workloads (benchmarks/workloads.py), the same dataset class for all. Every measurement is a process of its own
+Method. Six workloads (benchmarks/workloads.py), the same dataset class for all. Every measurement is a process of its own
 (benchmarks/measure.py): it loads one epoch that is not counted, then whole epochs for at least `--seconds`. All take turns
 within each round, beginning with another one each time, so that a slow minute of the machine falls on all of them. Given are
 the median and the range over the rounds, and ratios of medians.
@@ -122,6 +122,7 @@ def epoch(args: argparse.Namespace, failures: list[str]) -> list[dict[str, Any]]
 
 
 def _contenders(args: argparse.Namespace, workload: str, failures: list[str]) -> list[Contender]:
+    # Rows of several lengths have no copy of a block to compare with.
     limits = ("memcpy", "getitem") if WORKLOADS[workload].is_copied else ("getitem",)
     peers = ("SPDL threads",) if importlib.util.find_spec("spdl") is not None else ()
     dataloaders = _best_dataloaders(args, workload, failures)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workloads import Workload, find_workload
+from benchmarks.workloads import Workload, find_workload, pad_with_torch
 
 # As many slots as a worker has batches in flight by default: the copies go to memory that left the cache as a ring's slots do.
 _NUM_SLOTS = 2
@@ -122,7 +122,7 @@ def private_nbytes(pid: int) -> int:
 @contextlib.contextmanager
 def _ringloader(job: Job, workload: Workload, *, in_place: bool = False) -> Iterator[Iterable[Any]]:
     _import_ringloader()
-    from ringloader import Loader
+    from ringloader import Loader, pad_collate
 
     with Loader(
         workload.in_place_spec() if in_place else workload.spec(job.samples),
@@ -130,6 +130,7 @@ def _ringloader(job: Job, workload: Workload, *, in_place: bool = False) -> Iter
         shuffle=True,
         num_workers=job.num_workers,
         prefetch_factor=job.prefetch_factor,
+        collate_fn=pad_collate() if workload.is_padded else None,
     ) as loader:
         yield loader
 
@@ -151,6 +152,8 @@ def _dataloader(job: Job, workload: Workload, start_method: str = "fork") -> Ite
             "multiprocessing_context": start_method,
             "prefetch_factor": job.prefetch_factor,
         }
+    if workload.is_padded:
+        options["collate_fn"] = pad_with_torch
     dataset: Any = workload.make(job.samples)
     yield DataLoader(dataset, batch_size=workload.batch_size, shuffle=True, num_workers=job.num_workers, **options)
 
@@ -166,6 +169,7 @@ class _SpdlEpochs:
         self._job = job
         self._dataset = workload.make(job.samples)
         self._num_samples, self._batch_size = workload.num_samples, workload.batch_size
+        self._is_padded = workload.is_padded
 
     def __iter__(self) -> Iterator[Any]:
         builder = importlib.import_module("spdl.pipeline").PipelineBuilder()
@@ -179,7 +183,8 @@ class _SpdlEpochs:
     def _make_batch(self, indices: list[int]) -> Any:
         from torch.utils.data import default_collate
 
-        return default_collate([self._dataset[index] for index in indices])
+        collate = pad_with_torch if self._is_padded else default_collate
+        return collate([self._dataset[index] for index in indices])
 
 
 @contextlib.contextmanager

@@ -114,6 +114,34 @@ class Dict60:
         return ArrayDataset({name: self._fields[:, number].copy() for number, name in enumerate(self._names)})
 
 
+class Ragged:
+    """Sentences of 16 to 256 int64 tokens, and a label; batches are padded to their longest."""
+
+    def __init__(self, num_samples: int, samples: str = "numpy") -> None:
+        rng = np.random.default_rng(0)
+        lengths = rng.integers(16, 257, num_samples)
+        self._ends = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        self._tokens = rng.integers(0, 50_000, self._ends[-1])
+        self._labels = rng.integers(0, 2, num_samples).tolist()
+        self._wrap = wrapper(samples)
+        self.nbytes = self._tokens.nbytes
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self._wrap(self._tokens[self._ends[index] : self._ends[index + 1]]), self._labels[index]
+
+
+def pad_with_torch(samples: list[tuple[Any, int]]) -> Any:
+    """What users of DataLoader write."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    rows = [torch.as_tensor(tokens) for tokens, _ in samples]
+    return pad_sequence(rows, batch_first=True), torch.tensor([label for _, label in samples])
+
+
 class Jpeg:
     """JPEG files of 400 x 400 pixels in memory, decoded and resized to `(224, 224, 3)` uint8 with PIL."""
 
@@ -164,7 +192,7 @@ class Workload:
     """A dataset class with the batches that are made of it.
 
     num_batches: per epoch, so many that an epoch's start counts in the rate as little as in training. is_copied: samples lie in
-    memory and a batch costs at least one copy of them.
+    memory and a batch costs at least one copy of them. is_padded: rows differ in length, and batches are padded.
     """
 
     name: str
@@ -172,6 +200,7 @@ class Workload:
     batch_size: int
     num_batches: int
     is_copied: bool = True
+    is_padded: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -209,6 +238,7 @@ WORKLOADS = {
         Workload("tokens", Tokens, batch_size=256, num_batches=600),
         Workload("tiny", Tiny, batch_size=32, num_batches=1500),
         Workload("dict60", Dict60, batch_size=32, num_batches=300),
+        Workload("ragged", Ragged, batch_size=64, num_batches=300, is_copied=False, is_padded=True),
         Workload("jpeg", Jpeg, batch_size=64, num_batches=32, is_copied=False),
     )
 }
