@@ -23,6 +23,10 @@ from ringloader.progress import Progress
 __all__ = ["DeviceIterator", "LoaderIterator"]
 
 
+# A consumer that asks again so soon does next to nothing with a batch: what the loader itself costs counts then.
+_HASTE_S = 0.0002
+
+
 class Owner(Protocol):
     """What an iterator needs of its loader."""
 
@@ -34,6 +38,8 @@ class Owner(Protocol):
     def __len__(self) -> int: ...
 
     def _note_copy(self, copy: Copy) -> None: ...
+
+    def _begin_early(self, engine: Engine, progress: Progress) -> Progress | None: ...
 
     def _ended(self, engine: Engine) -> None: ...
 
@@ -62,6 +68,7 @@ class LoaderIterator(Iterator[Any]):
         self._num_noted = 0  # of the session's skipped keys
         self._inside: dict[str, int] = {}  # the thread that is inside `next`
         self._ahead: Any = None
+        self._left_s = 0.0  # when `next` returned last
         engine.follow(self, self._session)
 
     def __iter__(self) -> LoaderIterator:
@@ -81,9 +88,11 @@ class LoaderIterator(Iterator[Any]):
                 "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
             )
         try:
-            batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
+            in_haste = began_s - self._left_s < _HASTE_S
+            batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled, in_haste=in_haste)
             self._loader._num_batches += 1
-            self._loader._wait_s += time.perf_counter() - began_s
+            self._left_s = left_s = time.perf_counter()
+            self._loader._wait_s += left_s - began_s
             if len(session.skipped) > self._num_noted:
                 self._note_skipped()
             # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes
@@ -132,7 +141,21 @@ class LoaderIterator(Iterator[Any]):
             else:
                 pulled.append((batch_id, keys))
                 target += session.streams is not None and session.streams.is_gone(*session.streams.of(keys))
+        if self._is_pulled and not pulled and self._num_ahead:
+            self._prepare_next()
         return pulled
+
+    def _prepare_next(self) -> None:
+        """The epoch has nothing more to be made: have the first batches of the next one made, so many as were in flight."""
+        early = self._loader._begin_early(self._engine, self._progress)
+        if early is None or early.session is None:
+            return
+        num_due = self._num_ahead - len(self._session.batches)
+        first = early.session.num_submitted
+        found = [(batch_id, early.source.pull(batch_id)) for batch_id in range(first, num_due)]
+        batches = [(batch_id, keys) for batch_id, keys in found if keys is not None]
+        if batches:
+            self._engine.submit_early(early.session, batches)
 
     def _note_skipped(self) -> None:
         """Tell the loader of each skipped key once, while the epoch runs: it may be abandoned."""

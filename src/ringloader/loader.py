@@ -134,6 +134,7 @@ class Loader:
         self._facts: dict[str, Any] | None = None  # of the dataset
         self._streams_known: bool | None = None  # whether it is an iterable one, once that is known
         self._progress: Progress | None = None  # of the epoch begun last
+        self._early: Progress | None = None  # the next one, begun before anybody has asked for it
         self._resumed: State | None = None  # where the next one goes on
         if not isinstance(dataset, FactorySpec) and find_process_spec(dataset) is None:
             self._is_iterable()  # refuses options that an iterable dataset cannot have
@@ -148,6 +149,9 @@ class Loader:
             self._num_opening += 1
         try:
             engine = self._running()
+            adopted = self._adopt_early(engine)
+            if adopted is not None:
+                return adopted
             resumed = self._resumed
             progress = self._begin(engine)
             try:
@@ -166,9 +170,11 @@ class Loader:
         finally:
             with self._engine_lock:
                 self._num_opening -= 1
-        kind = LoaderIterator if self._cuda_device is None else DeviceIterator
         self._progress = progress
-        return kind(self, engine, progress)
+        return self._iterate(engine, progress)
+
+    def _iterate(self, engine: Engine, progress: Progress) -> LoaderIterator:
+        return (LoaderIterator if self._cuda_device is None else DeviceIterator)(self, engine, progress)
 
     def __len__(self) -> int:
         """Batches per epoch on this rank. Raises TypeError when a sampler has no length."""
@@ -219,6 +225,8 @@ class Loader:
             raise ConfigError(f"epoch is {epoch!r}; give an int from 0 to 2**63 - 1", option="epoch", value=epoch)
         if self._resumed is not None and self._resumed.epoch != epoch:
             self._resumed = None
+        if epoch != self._epoch:
+            self._drop_early()
         self._epoch = epoch
         for sampler in (self._options.sampler, self._options.batch_sampler):
             set_epoch(sampler, epoch)
@@ -261,6 +269,7 @@ class Loader:
         sampled = opts.sampler is not None or opts.batch_sampler is not None
         saved.check_ranks(batch_size=opts.batch_size or 1, rank=self._rank, world_size=self._world_size, sampled=sampled)
         self.set_epoch(saved.epoch)
+        self._drop_early()
         self._resumed = saved
         self._skipped = list(saved.skipped)
         self._num_forgotten = max(0, saved.num_skipped - len(saved.skipped))
@@ -274,6 +283,7 @@ class Loader:
         """
         self._check_open()
         engine = self._running()
+        self._drop_early()
         return engine.call(method, calls.pack(method, args, kwargs))
 
     def indices(self, epoch: int, batch: int) -> np.ndarray[Any, Any]:
@@ -394,6 +404,49 @@ class Loader:
                 engine.close()
                 self._past = self.stats()
                 self._engine = None
+
+    # --- the next epoch, ahead of its time -------------------------------------------------------------------------------
+
+    def _begin_early(self, engine: Engine, progress: Progress) -> Progress | None:
+        """The next epoch, opened while the last batches of this one are made; None where nobody can say what it will be, or
+        something else is going on."""
+        opts = self._options
+        if self._early is not None:
+            return self._early
+        facts = self._facts or {}
+        is_known = opts.sampler is None and opts.batch_sampler is None and not facts.get("has_set_epoch", True)
+        follows = progress is self._progress and self._epoch == progress.place.epoch + 1 and self._resumed is None
+        is_alone = len(engine.scheduler.sessions) == 1 and not engine.backend.shares_dataset
+        if not (is_known and follows and is_alone and opts.persistent_workers) or self._is_closed or self._is_iterable():
+            return None
+        place = Place(self._epoch)
+        early = Progress(place, opts, self._own_plan(place.epoch), self._rank, self._world_size)
+        early.session = engine.open_session(place.epoch, in_order=opts.in_order, is_early=True)
+        self._early = early
+        return early
+
+    def _adopt_early(self, engine: Engine) -> LoaderIterator | None:
+        """The epoch that was begun early, if it is the one to come now."""
+        with self._engine_lock:
+            early = self._early
+            if early is None or early.session is None:
+                return None
+            is_there = early.session.session_id in engine.scheduler.sessions and early.session.is_early
+            if not is_there or early.place.epoch != self._epoch or self._resumed is not None:
+                self._drop_early()
+                return None
+            iterator = self._iterate(engine, early)
+            early.session.is_early = False
+            self._early = None
+            self._progress, self._epoch = early, early.place.epoch + 1
+        return iterator
+
+    def _drop_early(self) -> None:
+        """Something else is wanted."""
+        early, self._early = self._early, None
+        engine = self._engine
+        if early is not None and early.session is not None and engine is not None and not engine.pump.is_closed:
+            engine.close_session(early.session)
 
     def _begin(self, engine: Engine) -> Progress:
         """The next epoch, or the rest of one that was saved. Raises ConfigError for a state that does not fit."""

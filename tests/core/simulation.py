@@ -116,7 +116,12 @@ class Simulation:
         self.core.open_session(session)
         consumer = SimConsumer(self, session, self.rng.randrange(1, 9))
         self.sessions.append(consumer)
-        self.later(self.rng.random(), consumer.ask)
+        if k and streams is None and self.rng.random() < 0.3:
+            session.is_early = True  # some of its batches are made before anybody asks
+            self.later(self.rng.random(), consumer.pull)
+            self.later(self.rng.random() * 8, consumer.ask)
+        else:
+            self.later(self.rng.random(), consumer.ask)
 
     def finish(self) -> None:
         """With every lease given back and every late answer in, all slots are free again."""
@@ -408,6 +413,7 @@ class SimConsumer:
 
     def ask(self) -> None:
         sim, session = self.sim, self.session
+        session.is_early = False
         if len(self.delivered) == self.leaves_at:
             sim.act(lambda: sim.core.close_session(session.session_id))
             self.done = True

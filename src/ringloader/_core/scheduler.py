@@ -76,7 +76,8 @@ class Scheduler:
     def open_session(self, session: Session) -> None:
         # A newcomer starts level with the least served, or it would own every worker until it had caught up.
         session.busy_ns = min((other.busy_ns for other in self.sessions.values()), default=0)
-        session.slot_nbytes = self._usual_nbytes
+        known = [other.slot_nbytes for other in self.sessions.values() if other.slot_nbytes is not None]
+        session.slot_nbytes = max(known, default=self._usual_nbytes)
         self.sessions[session.session_id] = session
 
     def close_session(self, session_id: int) -> None:
@@ -179,7 +180,7 @@ class Scheduler:
         """
         sessions = [session for session in self.sessions.values() if session.oldest_waiting() is not None]
         if len(sessions) > 1:
-            sessions.sort(key=lambda session: (not session.awaited, session.busy_ns))
+            sessions.sort(key=lambda session: (session.is_early, not session.awaited, session.busy_ns))
         for session in sessions:
             while self._issue_next(session):
                 pass
@@ -200,8 +201,8 @@ class Scheduler:
 
     @property
     def has_waiting(self) -> bool:
-        """A batch was not issued yet."""
-        return any(session.oldest_waiting() is not None for session in self.sessions.values())
+        """A batch that somebody waits for was not issued yet."""
+        return any(s.oldest_waiting() is not None for s in self.sessions.values() if not s.is_early)
 
     def is_starved(self, session: Session) -> bool:
         """The session's oldest missing batch gets no slot before the user lets one go or the ring may grow."""
@@ -342,6 +343,8 @@ class Scheduler:
         if worker is None:
             return False
         need = batch.need_nbytes if batch.need_nbytes is not None else session.slot_nbytes
+        if need is None and session.is_early:
+            return False
         if need is None:
             # The size is learned from one sample set per worker; a second one would only have to be kept as well.
             if worker.fills:
@@ -354,10 +357,26 @@ class Scheduler:
             return True
         slot = self.slots.acquire(need, session.session_id)
         if slot is None:
-            return self.room.want(session, batch, need)
+            if session.is_early:
+                return False
+            return self._revoke_early() or self.room.want(session, batch, need)
         session.starved = False
         self._issue(session, batch, worker, slot)
         return True
+
+    def _revoke_early(self) -> bool:
+        """Where the ring may not grow, take back the slot of a batch that nobody has asked for yet; True when there was one."""
+        if self.room.refusal is None:
+            return False
+        for session in self.sessions.values():
+            youngest = session.youngest_ready() if session.is_early else None
+            if youngest is not None:
+                slot_id = youngest.slot_id
+                session.wait(youngest)
+                self.room.num_revoked += 1
+                self.room.revoke(slot_id)
+                return True
+        return False
 
     def _worker_for(self, batch: Batch) -> Worker | None:
         if batch.sticky_worker >= 0:

@@ -107,6 +107,7 @@ class Session:
         self.ended = False  # the sampler has no more
         self.slot_nbytes: int | None = None  # what the next Fill's slot must hold; None until a batch was made
         self.awaited = False  # its consumer is blocked
+        self.is_early = False  # of an epoch that nobody has asked for yet: all others come first
         self.has_collected = False  # garbage was collected for want of a slot
         self.starved = False  # the oldest missing batch cannot get a slot before the user lets one go
         self.busy_ns = 0

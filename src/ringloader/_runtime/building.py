@@ -63,6 +63,7 @@ def describe(dataset: Any) -> dict[str, Any]:
         "iterable": streams,
         "stream_length": length if streams else -1,
         "can_replay": bool(getattr(dataset, "can_replay", True)),
+        "has_set_epoch": hasattr(dataset, "set_epoch"),
     }
 
 

@@ -100,12 +100,24 @@ class Engine:
         in_order: bool,
         streams: Streams | None = None,
         pull: Callable[[int], ev.Keys | None] | None = None,
+        is_early: bool = False,
     ) -> Session:
-        """Begin an iteration."""
+        """Begin an iteration; an early one is for the time when nothing else is to be done."""
         session_id, self._next_session_id = self._next_session_id, self._next_session_id + 1
         session = Session(session_id, epoch, in_order=in_order, streams=streams, pull=pull)
+        session.is_early = is_early
         self.pump.step([], lambda: self.scheduler.open_session(session))
         return session
+
+    def submit_early(self, session: Session, batches: list[tuple[int, ev.Keys]]) -> None:
+        """Hand in batches of an epoch that nobody has asked for yet."""
+
+        def submit() -> None:
+            if session.session_id in self.scheduler.sessions:
+                for batch_id, keys in batches:
+                    self.scheduler.submit(session.session_id, batch_id, keys)
+
+        self.pump.step([], submit)
 
     def follow(self, iterator: Any, session: Session) -> None:
         """Have the session closed once its iterator is gone."""
@@ -118,8 +130,9 @@ class Engine:
         """End an iteration."""
         self.pump.step([], lambda: self.pump.drop_session(session.session_id))
 
-    def next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> Any:
-        """Hand in what the sampler gave, then wait for the next batch and return it.
+    def next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool, in_haste: bool = False) -> Any:
+        """Hand in what the sampler gave, then wait for the next batch and return it. `in_haste`: the last one was done with at
+        once.
 
         Raises StopIteration at the end, or the error that takes a batch's place. Batches handed in twice change nothing.
         """
@@ -130,7 +143,7 @@ class Engine:
             self._submit(session, batches, ended=ended)
             return self._take(session)
 
-        got = self._until(ask, session)
+        got = (self.pump.take_ready(session, ask) if in_haste else None) or self._until(ask, session)
         if isinstance(got, BaseException):
             try:
                 raise got

@@ -38,6 +38,7 @@ class InlinePool:
     """
 
     is_inline = True
+    shares_dataset = True
     kills_at_once = False
     needs_drain = False
     unreaped_s = 0.0
@@ -147,6 +148,9 @@ class InlinePool:
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
         self._queue.append((fill, segment))
         return None
+
+    def flush(self) -> None:
+        """Nothing is queued."""
 
     def send_call(self, worker_id: int, incarnation: int, call: msg.Call) -> WorkerBroken | None:
         self._calls.append(call)

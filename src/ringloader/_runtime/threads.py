@@ -71,6 +71,7 @@ class ThreadPool:
     """Worker threads behind the backend interface (see pump.py)."""
 
     is_inline = False
+    shares_dataset = True
     kills_at_once = True  # which is a word to the thread, no wait
     needs_drain = False
     unreaped_s = 0.0  # there is nothing to wait for: a thread ends when the user's code does
@@ -159,6 +160,9 @@ class ThreadPool:
             # The mapping itself: the ring may have let go of its segment by the time a late thread gets to it.
             member.inbox.put((fill, segment.mapping if segment is not None else None))
         return None
+
+    def flush(self) -> None:
+        """Nothing is queued."""
 
     def send_call(self, worker_id: int, incarnation: int, call: msg.Call) -> WorkerBroken | None:
         member = self._current(worker_id, incarnation)
