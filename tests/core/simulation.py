@@ -118,7 +118,7 @@ class Simulation:
         self.sessions.append(consumer)
         if k and streams is None and self.rng.random() < 0.3:
             session.is_early = True  # some of its batches are made before anybody asks
-            self.later(self.rng.random(), consumer.pull)
+            self.later(self.rng.random(), lambda: None if consumer.done else consumer.pull())
             self.later(self.rng.random() * 8, consumer.ask)
         else:
             self.later(self.rng.random(), consumer.ask)
