@@ -23,10 +23,6 @@ from ringloader.progress import Progress
 __all__ = ["DeviceIterator", "LoaderIterator"]
 
 
-# A consumer that asks again so soon does next to nothing with a batch: what the loader itself costs counts then.
-_HASTE_S = 0.0002
-
-
 class Owner(Protocol):
     """What an iterator needs of its loader."""
 
@@ -68,7 +64,6 @@ class LoaderIterator(Iterator[Any]):
         self._num_noted = 0  # of the session's skipped keys
         self._inside: dict[str, int] = {}  # the thread that is inside `next`
         self._ahead: Any = None
-        self._left_s = 0.0  # when `next` returned last
         engine.follow(self, self._session)
 
     def __iter__(self) -> LoaderIterator:
@@ -88,11 +83,9 @@ class LoaderIterator(Iterator[Any]):
                 "the iterator is in use by another thread; give each thread an iterator of its own, or take turns"
             )
         try:
-            in_haste = began_s - self._left_s < _HASTE_S
-            batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled, in_haste=in_haste)
+            batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
             self._loader._num_batches += 1
-            self._left_s = left_s = time.perf_counter()
-            self._loader._wait_s += left_s - began_s
+            self._loader._wait_s += time.perf_counter() - began_s
             if len(session.skipped) > self._num_noted:
                 self._note_skipped()
             # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes

@@ -130,9 +130,8 @@ class Engine:
         """End an iteration."""
         self.pump.step([], lambda: self.pump.drop_session(session.session_id))
 
-    def next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool, in_haste: bool = False) -> Any:
-        """Hand in what the sampler gave, then wait for the next batch and return it. `in_haste`: the last one was done with at
-        once.
+    def next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> Any:
+        """Hand in what the sampler gave, then wait for the next batch and return it.
 
         Raises StopIteration at the end, or the error that takes a batch's place. Batches handed in twice change nothing.
         """
@@ -143,7 +142,7 @@ class Engine:
             self._submit(session, batches, ended=ended)
             return self._take(session)
 
-        got = (self.pump.take_ready(session, ask) if in_haste else None) or self._until(ask, session)
+        got = self._until(ask, session)
         if isinstance(got, BaseException):
             try:
                 raise got

@@ -149,9 +149,6 @@ class InlinePool:
         self._queue.append((fill, segment))
         return None
 
-    def flush(self) -> None:
-        """Nothing is queued."""
-
     def send_call(self, worker_id: int, incarnation: int, call: msg.Call) -> WorkerBroken | None:
         self._calls.append(call)
         return None

@@ -124,16 +124,8 @@ class NonBlockingPipe:
             rest = [os.dup(fd) for fd in fds or ()] if sent == 0 else []
             self._unsent.append((frame[sent:], rest))
 
-    def queue(self, message: Message) -> None:
-        """Have a message sent by the next `flush`, with others in one call. Raises ProtocolError for one too large."""
-        self._unsent.append((memoryview(protocol.encode(message)), []))
-
     def flush(self) -> None:
         """Send what the socket takes now."""
-        if len(self._unsent) > 1 and not any(fds for _, fds in self._unsent):
-            joined = b"".join([frame for frame, _ in self._unsent])
-            self._unsent.clear()
-            self._unsent.append((memoryview(joined), []))
         while self._unsent:
             frame, fds = self._unsent[0]
             sent = self._send_some(frame, fds)

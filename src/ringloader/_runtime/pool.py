@@ -71,7 +71,6 @@ class ProcessPool:
         self._members: dict[int, _Member] = {}
         self._by_fd: dict[int, _Member] = {}
         self._abandoned: list[_Member] = []
-        self._queued: list[_Member] = []  # to whom something is to be sent
         self._poll = select.epoll()
         self._poll.register(wake_fd, select.EPOLLIN)
 
@@ -196,23 +195,10 @@ class ProcessPool:
             fds.append(segment.fd)
             member.mapped.add(fill.segment_id)
         try:
-            if fds:
-                self._send(member, fill, fds)
-            else:
-                member.pipe.queue(fill)
-                self._queued.append(member)
+            self._send(member, fill, fds)
         except ProtocolError as error:
             return WorkerBroken(worker_id, incarnation, str(error))
         return None
-
-    def flush(self) -> None:
-        """Send the Fills that were queued: several for one worker cost one call, and wake it once."""
-        for member in self._queued:
-            if member.pipe.is_backed_up and not member.waits_for_room:
-                member.pipe.flush()
-                if member.pipe.is_backed_up:
-                    self._watch(member)
-        self._queued.clear()
 
     def send_cancel(self, worker_id: int, incarnation: int, cancel: msg.Cancel, running: int) -> None:
         member = self._current(worker_id, incarnation)
@@ -307,8 +293,6 @@ class ProcessPool:
         return member if member is not None and member.incarnation == incarnation else None
 
     def _send(self, member: _Member, message: Message, fds: list[int]) -> None:
-        if member.pipe.is_backed_up and not member.waits_for_room:
-            member.pipe.flush()  # what is queued goes first
         member.pipe.send(message, fds)
         if member.pipe.is_backed_up:
             self._watch(member)

@@ -12,7 +12,7 @@ the user is made again from what cannot be half done (scheduler.recover). The wa
 start and kill: signals never interrupt it, and workers die with the thread that started them.
 
 Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`,
-`kill_worker`, `abandon_worker`, `send_fill`, `flush`, `send_call`, `send_cancel`, `drop_segment`, `drop_session`, `kill_all`,
+`kill_worker`, `abandon_worker`, `send_fill`, `send_call`, `send_cancel`, `drop_segment`, `drop_session`, `kill_all`,
 `stop`, `close`, `observe`, `who`, `pids`; `is_inline`, `shares_dataset`, `needs_drain`, `kills_at_once`,
 `unreaped_s`.
 """
@@ -32,7 +32,6 @@ from typing import Any
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core.scheduler import Scheduler
-from ringloader._core.session import Session
 from ringloader._core.slots import SlotState
 from ringloader._runtime.delivery import Delivery
 from ringloader._runtime.ring import Ring
@@ -75,8 +74,6 @@ class Pump:
         self.is_closed = False
         self.failure: BaseException | None = None  # what ended the watching thread
         self.num_recoveries = 0
-        self.num_put_off = 0  # batches handed over since the last full step
-        self.most_put_off = 0 if backend.is_inline else scheduler.policy.num_in_flight // 2
         self._delivery = delivery
         self._has_news = False  # facts were taken in since the last change of state ended
         self._notes: deque[str] = deque()
@@ -172,26 +169,6 @@ class Pump:
             self._log_notes()
         return got
 
-    def take_ready(self, session: Session, ask: Callable[[], Any]) -> Any:
-        """For a consumer in haste: hand over a batch that is there already, all else put off; None where that cannot be.
-
-        Facts, leases that have ended and Fills to come wait for one of the next calls. So half of what is in flight is taken
-        in, and made anew, at once: fewer calls of the system, and workers are woken less often.
-        """
-        if self.num_put_off >= self.most_put_off or self.is_mine():
-            return None
-        with self.lock:
-            if self.is_dirty or self.is_closed or self.ring.cuda.is_active():
-                return None
-            batch = session.head()
-            if batch is None or batch.fault is not None:
-                return None
-            self.num_put_off += 1
-            self.is_dirty = True
-            got = ask()
-            self.is_dirty = False
-        return got
-
     def is_mine(self) -> bool:
         """This thread holds the lock already: a signal handler or a finalizer asks."""
         owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
@@ -201,7 +178,6 @@ class Pump:
         """One change of state. Held: the lock. An exception in it leaves the mark for a repair."""
         now_s = time.monotonic()
         self.is_dirty = True
-        self.num_put_off = 0
         try:
             if not self.is_closed:
                 self._take_in(self.backend.wait(0.0) if ready is None else ready, now_s)
@@ -282,12 +258,9 @@ class Pump:
     def _flush(self) -> None:
         """Carry out the outbox; a command is removed only once it is done or with those who will do it."""
         outbox = self.scheduler.outbox
-        if not outbox:
-            return
         while outbox:
             self._carry_out(outbox[0])
             outbox.popleft()
-        self.backend.flush()
 
     def _carry_out(self, command: ev.Command) -> None:
         kind = type(command)

@@ -161,9 +161,6 @@ class ThreadPool:
             member.inbox.put((fill, segment.mapping if segment is not None else None))
         return None
 
-    def flush(self) -> None:
-        """Nothing is queued."""
-
     def send_call(self, worker_id: int, incarnation: int, call: msg.Call) -> WorkerBroken | None:
         member = self._current(worker_id, incarnation)
         if member is not None:
