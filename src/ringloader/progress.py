@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ringloader._core import values
 from ringloader._core.batching import EpochPlan
 from ringloader._core.session import Session
 from ringloader._core.state import MAX_NAMED, State
-from ringloader._core.streams import Streams
+from ringloader._core.streams import Streams, packed_form
 from ringloader._runtime.keys import EXHAUSTED, ExceptKeys, KeySource, PlannedKeys, SampledKeys, StreamKeys, discard
 from ringloader._runtime.options import Options
 from ringloader.errors import ConfigError
@@ -73,11 +72,18 @@ class Progress:
 
     def _take_up(self, num_streams: int) -> Streams:
         """The streams of an iterable dataset, where they were left."""
-        saved, states = self.place.sampler, []
-        if saved is not None:
-            for stream, known in enumerate(saved):
+        states = []
+        try:
+            for stream, known in enumerate(self.place.sampler or ()):
                 if known is not None:
-                    states.append((stream, int(known[0]), values.encode(known[1])))
+                    number, *saved = known
+                    states.append((stream, int(number), packed_form(saved)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the state has no states of streams in it ({error}); give what state_dict() returned",
+                option="state",
+                value=type(self.place.sampler).__qualname__,
+            ) from error
         return Streams(num_streams, states, num_streams * self._options.prefetch_factor)
 
     def _sampled(self, rank: int) -> SampledKeys:

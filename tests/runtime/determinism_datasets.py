@@ -33,10 +33,20 @@ class Draws:
         return 40
 
     def __getitem__(self, i: int) -> Any:
+        draws = [random.randrange(1 << 30), int(np.random.randint(1 << 30)), self.draw_from_torch()]
+        return np.array([i, self.offset, 0, *draws], np.int64)
+
+    def draw_from_torch(self) -> int:
         import torch
 
-        draws = [random.randrange(1 << 30), int(np.random.randint(1 << 30)), int(torch.randint(1 << 30, (1,)))]
-        return np.array([i, self.offset, 0, *draws], np.int64)
+        return int(torch.randint(1 << 30, (1,)))
+
+
+class DrawsWithoutTorch(Draws):
+    """The same but for torch, which takes a worker seconds to import."""
+
+    def draw_from_torch(self) -> int:
+        return 0
 
 
 class SplitsInTheFactory(Draws):

@@ -110,6 +110,36 @@ class SavesItself(Sharded):
         self.at = state["at"]
 
 
+class SavesObjects(Sharded):
+    """Its iterator's state holds what is no plain value: an array and a generator's state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return _SavesObjects(self.size)
+
+
+class _SavesObjects(Iterator[Any]):
+    def __init__(self, size: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        self.step, self.size = info.num_workers, size
+        self.at = np.array([info.id])
+        self.rng = np.random.default_rng(info.id)
+
+    def __next__(self) -> Any:
+        at = int(self.at[0])
+        if at >= self.size:
+            raise StopIteration
+        self.at += self.step
+        return at, self.rng.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at.copy(), "rng": self.rng.bit_generator}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        self.rng = np.random.Generator(state["rng"])
+
+
 class Source(Sharded):
     """Cannot be read again: what it gave is gone, as from a socket."""
 

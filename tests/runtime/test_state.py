@@ -115,7 +115,7 @@ def test_resumed_epoch_fetches_nothing_of_what_was_consumed() -> None:
 
 def test_draws_of_a_resumed_epoch_are_those_of_the_whole() -> None:
     """Random augmentation goes on as if nothing had happened."""
-    spec = FactorySpec(drawing.Draws, "")
+    spec = FactorySpec(drawing.DrawsWithoutTorch, "")
     with Loader(spec, batch_size=6, shuffle=True, num_workers=1) as loader:
         iterator = iter(loader)
         next(iterator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,24 @@ def test_stream_with_a_state_is_not_read_again(tmp_path: Path) -> None:
         tail = [plain(batch) for batch in loader]
     assert sorted(joined(head + tail)) == list(range(80))
     assert min(int(line) for log in tmp_path.glob("log*") for line in log.read_text().split()) == 48
+
+
+def test_state_of_a_stream_may_hold_any_object() -> None:
+    """It is pickled then; what is saved is still plain, for JSON, and exact."""
+    spec = FactorySpec(streams.SavesObjects, 80)
+    whole = read(spec, 2)
+    with Loader(spec, batch_size=4, num_workers=2, output="numpy", faults=MANY) as loader:
+        iterator = iter(loader)
+        head = [plain(next(iterator)) for _ in range(7)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        os.kill(loader.stats().worker_pids[0], 9)
+        assert head + [plain(batch) for batch in iterator] == whole
+    with Loader(spec, batch_size=4, num_workers=2, output="numpy") as loader:
+        loader.load_state_dict(state)
+        assert head + [plain(batch) for batch in loader] == whole
+        loader.load_state_dict({**state, "sampler": [[3, "x"], None]})
+        with pytest.raises(ConfigError, match="no states of streams"):
+            iter(loader)
 
 
 def test_stream_that_cannot_be_read_again_goes_on_and_says_what_is_lost(

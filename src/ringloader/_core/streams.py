@@ -8,13 +8,31 @@ reads on from there. Must not know samples.
 
 from __future__ import annotations
 
+import base64
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ringloader._core import values
 from ringloader._core.events import Keys
 
 _NO_STATE = -1
+# How a state is packed: as plain values, or, where it holds others (generators, arrays), as a pickle.
+PLAIN, PICKLED = 0, 1
+
+
+def saved_form(packed: bytes) -> list[object]:
+    """A packed state as JSON can carry it: how it is packed, and the values or the pickle as text."""
+    kind, state = values.decode(packed)
+    return [kind, state if kind == PLAIN else base64.b64encode(state).decode("ascii")]
+
+
+def packed_form(saved: Sequence[Any]) -> bytes:
+    """The inverse. Raises ValueError for what is none."""
+    kind, state = saved
+    if kind not in (PLAIN, PICKLED):
+        raise ValueError(f"a state packed in a way {kind!r} that is not known")
+    return values.encode([kind, state if kind == PLAIN else base64.b64decode(state, validate=True)])
 
 
 def stream_keys(stream: int, number: int, position: int) -> Keys:

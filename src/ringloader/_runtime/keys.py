@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from ringloader._core import values
 from ringloader._core.batching import EpochPlan
 from ringloader._core.events import Keys
 from ringloader._core.session import pack_keys
-from ringloader._core.streams import Streams, stream_keys
+from ringloader._core.streams import Streams, saved_form, stream_keys
 from ringloader.errors import ConfigError, LoaderError
 
 # Stands for the state of a sampler that gives no more in this epoch.
@@ -91,12 +90,12 @@ class StreamKeys:
         return stream_keys(stream, number, -1 - (index * self._world_size + self._rank))
 
     def sampler_state(self, num_batches: int) -> Any:
-        """Per stream its latest [number, state] from which the rest of the epoch can be reached; None where none is saved."""
+        """Per stream its latest [number, packing, state] from which the rest of the epoch can be reached, None without one."""
         streams, index = self._streams, self._first + num_batches
         found = []
         for stream in range(streams.num_streams):
             known = streams.state_before(stream, -(-(index - stream) // streams.num_streams))
-            found.append(None if known is None else [known[0], values.decode(known[1])])
+            found.append(None if known is None else [known[0], *saved_form(known[1])])
         return found if any(found) else None
 
 

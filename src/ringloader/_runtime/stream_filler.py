@@ -7,6 +7,7 @@ again: what was read and not delivered is lost then. Must not know pipes or proc
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from ringloader._collate.collate import Batch
 from ringloader._core import messages as msg
 from ringloader._core import values
+from ringloader._core.streams import PICKLED, PLAIN
 from ringloader._runtime import status
 from ringloader._runtime.filler import CancelledFill, Filler
 from ringloader._runtime.words import safe_text, type_name
@@ -145,8 +147,9 @@ class StreamFiller(Filler):
         self._begin(fill, number, 0, _OPENING)
         if known_number < 0:
             return _Reader(iter(dataset), 0 if getattr(dataset, "can_replay", True) else number)
-        saved = values.decode(state)
-        iterator = None
+        kind, saved = values.decode(state)
+        if kind == PICKLED:
+            saved = pickle.loads(saved)
         if not _is_stateful(dataset) or not self.is_alone:
             iterator = iter(dataset)
             if _is_stateful(iterator):
@@ -165,11 +168,9 @@ class StreamFiller(Filler):
             return
         state = holder.state_dict()
         try:
-            packed = values.encode(state)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"state_dict of {type(holder).__qualname__} holds what cannot travel ({error}): give plain values"
-            ) from error
+            packed = values.encode([PLAIN, state])
+        except (TypeError, ValueError, OverflowError):
+            packed = values.encode([PICKLED, pickle.dumps(state)])
         self.preface = msg.StreamState(fill.serial, fill.generation, packed)
 
     def _ended(self, fill: msg.Fill, reader: _Reader) -> msg.Ended:
