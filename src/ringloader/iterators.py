@@ -76,6 +76,7 @@ class LoaderIterator(Iterator[Any]):
         if self._is_over:
             raise StopIteration
         session, is_taken = self._session, False
+        in_hand, had_arrived = session.in_hand, session.arrived
         me = threading.get_ident()
         # One step of C code: two threads cannot both find nobody, and an interrupt leaves this thread as it was or inside.
         if self._inside.setdefault("thread", me) != me:
@@ -98,7 +99,8 @@ class LoaderIterator(Iterator[Any]):
             session.arrived = True
             return batch
         except (StopIteration, LoaderError) as ended:
-            session.arrived = True
+            if had_arrived or session.in_hand is not in_hand:
+                session.arrived = True  # the error stands for a batch; one from before it says nothing about the last
             if isinstance(ended, StopIteration):
                 self._end()
             elif isinstance(ended, ClosedError):

@@ -7,6 +7,7 @@ the last reference to a loader ends its workers. Samplers run on the thread insi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import threading
@@ -122,6 +123,7 @@ class Loader:
         # Re-entrant, and code of C: a signal handler on this thread may use the loader.
         self._engine_lock = threading.RLock()
         self._calls: list[Call] = []  # of methods, for workers to come
+        self._call_ids = itertools.count()
         self._num_opening = 0  # threads between `iter` and their session
         self._is_closed = False
         self._past = LoaderStats()  # of engines that are gone (persistent_workers=False)
@@ -369,7 +371,8 @@ class Loader:
                 wrap = wrapping.choose(self._options.output, self._cuda_device, pinned=is_pinned, cuda=cuda.CUDA)
                 engine = Engine(self._options.policy, self._make_backend, ring, wrap)
                 engine.belong_to(self)
-                engine.scheduler.supervision.calls.recorded = self._calls
+                made = engine.scheduler.supervision.calls
+                made.recorded, made.ids = self._calls, self._call_ids
                 self._engine = engine
             engine = self._engine
         engine.start()
@@ -462,6 +465,11 @@ class Loader:
                 follow_epoch(sampler, place.epoch)
             plan = self._own_plan(place.epoch, place.position)
             num_streams = max(1, self._options.num_workers) if self._is_iterable() else 0
+            if num_streams and self._world_size > 1:
+                self._say_once(
+                    "rank %d of %d: an iterable dataset is not sharded by the loader, it takes its part by "
+                    "get_worker_info().rank and .world_size"
+                )
             return Progress(place, self._options, plan, self._rank, self._world_size, num_streams)
         except BaseException:
             self._epoch, self._resumed = place.epoch, resumed  # as if it had not been called
@@ -539,13 +547,13 @@ class Loader:
                 option="seed",
                 value=None,
             )
-        if (self._rank, self._world_size) not in _said_sharding:
-            _said_sharding.add((self._rank, self._world_size))
-            logger.warning(
-                "rank %d of %d reads its share of each epoch; world_size=1 has every rank read all of it",
-                self._rank,
-                self._world_size,
-            )
+        if isinstance(self.dataset, FactorySpec) or not building.is_iterable(self.dataset):
+            self._say_once("rank %d of %d reads its share of each epoch; world_size=1 has every rank read all of it")
+
+    def _say_once(self, words: str) -> None:
+        if (self._rank, self._world_size, words) not in _said_sharding:
+            _said_sharding.add((self._rank, self._world_size, words))
+            logger.warning(words, self._rank, self._world_size)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -570,4 +578,4 @@ def _warn_unpinned() -> None:
 
 
 _warned_unpinned = False
-_said_sharding: set[tuple[int, int]] = set()
+_said_sharding: set[tuple[int, int, str]] = set()

@@ -122,21 +122,30 @@ class Progress:
             return Place(self.place.epoch + 1)
         if session is None:
             return self.place
+        # First how many there are: another thread may add to them meanwhile.
+        num_submitted = session.num_submitted
         missing = {*session.batches, *self.kept}
         if session.in_hand is not None and not session.arrived:
             missing.add(session.in_hand.batch_id)
-        first = min(missing, default=session.num_submitted)
+        first = min([*missing, num_submitted])
         index = source.index if isinstance(source, ExceptKeys) else int
         watermark = index(first)
-        submitted = range(first, session.num_submitted)
+        submitted = range(first, num_submitted)
         done = {*self.place.above, *(index(batch_id) for batch_id in submitted if batch_id not in missing)}
         while watermark in done:
             watermark += 1  # what was left out of this epoch from its beginning
-        above = tuple(sorted(number - watermark for number in done if number > watermark))
+        above = tuple(sorted(number - watermark for number in done if number > watermark and not self._is_gone(number)))
         # A sampler's state fits what comes next only where nothing is left out between.
         has_state = self._plan is None and (not above or self.streams is not None)
         state = source.sampler_state(watermark) if has_state else None
         return Place(self.place.epoch, self._position(watermark), above, state)
+
+    def _is_gone(self, number: int) -> bool:
+        """A batch that a stream never had was not handed over."""
+        if self.streams is None:
+            return False
+        index, stream = divmod(self.place.position + number, self.streams.num_streams)
+        return self.streams.is_gone(stream, index)
 
     def _position(self, num_batches: int) -> int:
         start = self.place.position

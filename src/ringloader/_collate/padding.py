@@ -34,6 +34,8 @@ class Padding:
 
     def pad(self, values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker) -> Source | None:
         """Return the padded rows of a leaf; None where rows agree, or differ in more than their length."""
+        if any(getattr(value, "is_nested", False) for value in values):
+            return None  # refused by name where all are
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) == 1 or any(len(shape) <= self.dim for shape in shapes):
             return None
@@ -65,10 +67,10 @@ class Padding:
                 raise TypeError
             with np.errstate(invalid="ignore", over="ignore"):  # looked at below
                 stored = np.array([self.value]).astype(dtypes.storage_of(dtype))[0]
-            if isinstance(self.value, int) and stored != self.value:
-                raise OverflowError
             if stored.dtype.kind in "iub" and stored != self.value:
                 raise ValueError
+            if stored.dtype.kind in "fc" and np.isfinite(self.value) and not np.isfinite(stored):
+                raise OverflowError
         except (OverflowError, ValueError, TypeError, RuntimeError) as error:
             words = f"is of dtype {dtype}, which cannot hold padding_value={self.value!r}: give a value that it can"
             raise keys.error(leaf.path, words, 0, dtype=dtype) from error

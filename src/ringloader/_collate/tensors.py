@@ -190,8 +190,12 @@ def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def stored_scalar(value: Any, dtype: str) -> Any:
-    """Return a number in the bytes of a dtype that numpy does not have."""
-    return as_array(torch.tensor([value]).to(_DTYPES[dtype]))[0]
+    """Return a number in the bytes of a dtype that numpy does not have. Raises OverflowError for one beyond its range."""
+    wide = torch.tensor([value], dtype=torch.float64)
+    stored = wide.to(_DTYPES[dtype])
+    if bool(wide.isfinite().all()) and not bool(stored.to(torch.float64).isfinite().all()):
+        raise OverflowError
+    return as_array(stored)[0]
 
 
 class TensorRows:

@@ -6,6 +6,7 @@ Must not know what a method does.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 from ringloader._core import events as ev
@@ -17,16 +18,16 @@ class Calls:
     """The calls of one loader. `recorded` outlives its workers."""
 
     def __init__(self, workers: Workers, outbox: deque[ev.Command]) -> None:
-        self.recorded: list[msg.Call] = []  # set by whoever keeps it beyond these workers
+        # Both are kept beyond these workers by whoever has others made.
+        self.recorded: list[msg.Call] = []
+        self.ids = itertools.count()
         self._workers = workers
         self._outbox = outbox
         self._answers: dict[int, dict[int, msg.Called]] = {}  # call id → worker id →
-        self._next_id = 0
 
     def make(self, method: str, arguments: bytes) -> int:
         """Have every worker run a method; returns the call's id."""
-        call_id = max([self._next_id, *(call.call_id + 1 for call in self.recorded[-1:])])
-        self._next_id = call_id + 1
+        call_id = next(self.ids)
         call = msg.Call(call_id, method, arguments)
         self.recorded.append(call)
         self._answers[call_id] = {}
@@ -57,10 +58,14 @@ class Calls:
         if not answers or any(worker.worker_id not in answers for worker in awaited):
             return None
         del self._answers[call_id]
-        if any(answer.error_type for answer in answers.values()):
-            self.recorded[:] = [call for call in self.recorded if call.call_id != call_id]
+        if all(answer.error_type for answer in answers.values()):
+            self.forget(call_id)  # where it has changed something, replacements have to be changed, too
         return answers
 
     def give_up(self, call_id: int) -> None:
         """Nobody waits for the results any more."""
         self._answers.pop(call_id, None)
+
+    def forget(self, call_id: int) -> None:
+        """Not to be repeated."""
+        self.recorded[:] = [call for call in self.recorded if call.call_id != call_id]

@@ -31,7 +31,7 @@ class Room:
         self._num_wanted = num_used + LEAST_SLOTS
         self._growing = False
         self._is_forced = False  # what was asked for last, and perhaps refused, was above the bound
-        self._num_forced = 0  # slots above the bound
+        self._forced: set[int] = set()  # segments above the bound, of one slot each
         self._asked_nbytes = 0  # what the segment asked for last has to hold
 
     def restart(
@@ -44,12 +44,14 @@ class Room:
     ) -> None:
         """Start again from the leases alive, the copies that may still run, the slots that a worker may still be writing to,
         each with that worker's mark, the marks of all such workers, and the segments that exist."""
-        self._growing, self.refusal = False, None
+        self._growing, self._is_forced, self.refusal = False, False, None
+        self._forced &= segment_ids
         self.slots.rebuild(leased, copied, written, writers, segment_ids)
 
     def added(self, event: ev.SegmentAdded) -> None:
         """The segment asked for is there."""
-        self._num_forced += self._is_forced
+        if self._is_forced:
+            self._forced.add(event.segment_id)
         self._growing, self._is_forced, self.refusal = False, False, None
         self.slots.add_segment(event.segment_id, event.slot_nbytes, event.num_slots)
 
@@ -96,6 +98,7 @@ class Room:
         """Slots came free: drop the segments that went with them, and ask for room again if it was refused."""
         if self.slots.dropped:
             self._outbox.extend(ev.DropSegment(segment_id) for segment_id in self.slots.dropped)
+            self._forced.difference_update(self.slots.dropped)
             self.slots.dropped.clear()
             self.refusal = None
 
@@ -133,7 +136,7 @@ class Room:
         if younger is not None and session.streams is not None and session.in_order:
             # It would have to be read again from the beginning: a slot above the bound is cheaper. There are never more
             # of these than batches in flight, so that a ring that the user fills is still full some time.
-            if self._num_forced < self._num_wanted and not self._is_forced:
+            if len(self._forced) < self._num_wanted and not self._is_forced:
                 self._grow(need, forced=True)
             else:
                 session.starved = True

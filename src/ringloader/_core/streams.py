@@ -19,20 +19,22 @@ from ringloader._core.events import Keys
 _NO_STATE = -1
 # How a state is packed: as plain values, or, where it holds others (generators, arrays), as a pickle.
 PLAIN, PICKLED = 0, 1
+# In place of a state: the stream has ended. The dataset's own would be that of its next round.
+OVER = 2
 
 
 def saved_form(packed: bytes) -> list[object]:
     """A packed state as JSON can carry it: how it is packed, and the values or the pickle as text."""
     kind, state = values.decode(packed)
-    return [kind, state if kind == PLAIN else base64.b64encode(state).decode("ascii")]
+    return [kind, base64.b64encode(state).decode("ascii") if kind == PICKLED else state]
 
 
 def packed_form(saved: Sequence[Any]) -> bytes:
     """The inverse. Raises ValueError for what is none."""
     kind, state = saved
-    if kind not in (PLAIN, PICKLED):
+    if kind not in (PLAIN, PICKLED, OVER):
         raise ValueError(f"a state packed in a way {kind!r} that is not known")
-    return values.encode([kind, state if kind == PLAIN else base64.b64decode(state, validate=True)])
+    return values.encode([kind, base64.b64decode(state, validate=True) if kind == PICKLED else state])
 
 
 def stream_keys(stream: int, number: int, position: int) -> Keys:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringloader._runtime import sources
+from ringloader._runtime.building import is_iterable
 from ringloader._runtime.inline import InlinePool
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import ProcessPool
@@ -71,4 +72,5 @@ def _threads(dataset: Any, options: Options, rank: int, world_size: int) -> Back
 
 
 def _own_length(dataset: Any) -> int:
-    return len(dataset) if not isinstance(dataset, FactorySpec) and hasattr(dataset, "__len__") else -1
+    is_counted = not isinstance(dataset, FactorySpec) and hasattr(dataset, "__len__") and not is_iterable(dataset)
+    return len(dataset) if is_counted else -1

@@ -54,8 +54,13 @@ def build_dataset(settings: dict[str, Any], payload: list[int]) -> Any:
 def describe(dataset: Any) -> dict[str, Any]:
     """The facts of a dataset that the parent asks for: length (-1: none) and fingerprint ("": none)."""
     fingerprint = getattr(dataset, "fingerprint", None)
-    length = len(dataset) if hasattr(dataset, "__len__") else -1
     streams = is_iterable(dataset)
+    try:
+        length = len(dataset) if hasattr(dataset, "__len__") else -1
+    except (TypeError, NotImplementedError):
+        if not streams:
+            raise
+        length = -1  # torch's own chains have one that fails for streams without
     return {
         # Workers that were given a part of a stream each may count it alone.
         "length": -1 if streams else length,

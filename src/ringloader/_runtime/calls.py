@@ -34,7 +34,7 @@ def carry_out(dataset: Any, call: msg.Call) -> msg.Called:
         arguments: Arguments = FactorySpec.from_wire(call.arguments).build()
         result = getattr(dataset, call.method)(*arguments.args, **arguments.kwargs)
         return msg.Called(call.call_id, "", "", "", values.encode(result))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return msg.Called(call.call_id, type_name(error), safe_text(error), format_traceback(error), b"")
 
 

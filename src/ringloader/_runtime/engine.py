@@ -87,6 +87,10 @@ class Engine:
         call_id: int = self.pump.step([], lambda: made.make(method, arguments))
         try:
             got = self._until(lambda: made.results(call_id) or self._hopeless(None), None)
+        except BaseException:
+            if self.backend.is_inline:
+                made.forget(call_id)  # it was broken off on this very thread
+            raise
         finally:
             made.give_up(call_id)
         if isinstance(got, BaseException):

@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,15 @@ from ringloader._runtime.words import format_traceback, safe_text, type_name
 from ringloader._runtime.worker_info import WorkerInfo
 
 _PAUSE_S = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A Fill, and what was answered once it is carried out."""
+
+    fill: msg.Fill
+    segment: Segment | None
+    answers: tuple[msg.FromWorker, ...] | None = None
 
 
 class InlinePool:
@@ -51,7 +61,7 @@ class InlinePool:
         page_fd = StatusPage.create()
         self._page = StatusPage(page_fd)
         os.close(page_fd)
-        self._queue: deque[tuple[msg.Fill, Segment | None]] = deque()
+        self._queue: deque[_Entry] = deque()
         self._facts: deque[Fact] = deque()
         self._calls: deque[msg.Call] = deque()
         self._dropped: deque[int] = deque()  # sessions that are over
@@ -62,15 +72,11 @@ class InlinePool:
         """Carry out the oldest Fill, if the caller is willing to wait for it."""
         if self._calls and timeout_s != 0:
             self._call(self._calls[0])
-        elif self._queue and timeout_s != 0:
-            fill, segment = self._queue[0]
-            answer = self._fill(fill, segment)
-            # Only now: an interrupt in the user's code leaves the Fill where it was.
-            if filler_says := self._preface():
-                self._facts.append((0, self._incarnation, filler_says))
-            self._facts.append((0, self._incarnation, answer))
-            if self._queue and self._queue[0][0] is fill:
-                self._queue.popleft()
+        elif self._queue and self._queue[0].answers is None and timeout_s != 0:
+            # The answer is kept with its Fill, in one step: an interrupt in the user's code leaves the Fill to be carried out
+            # again, one after it does not, for the user may hold the slot by then.
+            entry = self._queue[0]
+            entry.answers = self._fill(entry.fill, entry.segment)
         elif timeout_s != 0 and not self._facts:
             # Nothing to do but to wait for another thread to let a batch go.
             time.sleep(_PAUSE_S if timeout_s is None else min(timeout_s, _PAUSE_S))
@@ -79,6 +85,9 @@ class InlinePool:
     def collect(self, ready: Iterable[tuple[int, int]]) -> list[Fact]:
         facts = list(self._facts)
         self._facts.clear()
+        while self._queue and (answers := self._queue[0].answers) is not None:
+            facts += [(0, self._incarnation, answer) for answer in answers]
+            self._queue.popleft()
         return facts
 
     def drain(self) -> list[Fact]:
@@ -87,14 +96,14 @@ class InlinePool:
     def observe(self, worker_id: int) -> WorkerView | None:
         return None  # never late: it runs on the caller's own time
 
-    def start_worker(self, worker_id: int, incarnation: int) -> Callable[[], WorkerExited | None]:
+    def start_worker(self, worker_id: int, incarnation: int) -> Callable[[bool], WorkerExited | None]:
         """Build the dataset, on the caller's thread."""
         self._incarnation = incarnation
         with LENDING, self._as_worker():
             self._seeder.for_build()
             answer = self._built()
         self._facts.append((0, incarnation, answer))
-        return lambda: None
+        return lambda is_wanted: None
 
     def _built(self) -> msg.Ready | msg.StartFailed:
         try:
@@ -116,7 +125,7 @@ class InlinePool:
             return msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), format_traceback(error))
         return msg.Ready(msg.PROTOCOL_VERSION, facts)
 
-    def _fill(self, fill: msg.Fill, segment: Segment | None) -> msg.FromWorker:
+    def _fill(self, fill: msg.Fill, segment: Segment | None) -> tuple[msg.FromWorker, ...]:
         filler = self._filler  # a signal handler in the user's code may close the loader meanwhile
         assert filler is not None
         slot = None
@@ -127,26 +136,27 @@ class InlinePool:
                 filler.drop_session(self._dropped.popleft())
             answer = filler.fill(fill, slot)
         filler.done(made=isinstance(answer, msg.Filled))
-        return answer
+        return (answer,) if filler.preface is None else (filler.preface, answer)
 
     def _call(self, call: msg.Call) -> None:
         assert self._filler is not None
         answer = self._build.done.get(call.call_id)
         if answer is None:
-            with LENDING, self._as_worker():
-                answer = self._build.done[call.call_id] = self._filler.call(call)
+            try:
+                with LENDING, self._as_worker():
+                    answer = self._build.done[call.call_id] = self._filler.call(call)
+            except BaseException:
+                self._calls.popleft()  # broken off: not to be begun again by the next `next`
+                raise
         self._facts.append((0, self._incarnation, answer))
         if self._calls and self._calls[0] is call:
             self._calls.popleft()
-
-    def _preface(self) -> msg.FromWorker | None:
-        return self._filler.preface if self._filler is not None else None
 
     def _as_worker(self) -> AsWorker:
         return AsWorker(self._info, self._seeder)
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
-        self._queue.append((fill, segment))
+        self._queue.append(_Entry(fill, segment))
         return None
 
     def send_call(self, worker_id: int, incarnation: int, call: msg.Call) -> WorkerBroken | None:
@@ -155,8 +165,8 @@ class InlinePool:
 
     def send_cancel(self, worker_id: int, incarnation: int, cancel: msg.Cancel, running: int) -> None:
         for entry in list(self._queue):
-            fill = entry[0]
-            if fill.serial == cancel.serial:
+            fill = entry.fill
+            if fill.serial == cancel.serial and entry.answers is None:
                 self._queue.remove(entry)
                 self._facts.append((0, self._incarnation, msg.Cancelled(fill.serial, fill.generation)))
         if self._filler is not None:

@@ -84,6 +84,8 @@ def check(given: dict[str, Any]) -> Options:
     check_count("max_ring_bytes", options["max_ring_bytes"], least=1)
     for name in ("collate_fn", "worker_init_fn"):
         value = options[name]
+        if getattr(value, "__module__", "") == "ringloader.collation" and getattr(value, "__name__", "") == "pad_collate":
+            raise ConfigError(f"{name} is pad_collate itself; call it: pad_collate()", option=name, value="pad_collate")
         if value is not None and not callable(value) and not isinstance(value, str) and not hasattr(value, "build"):
             raise ConfigError(f"{name} is {value!r}; give a callable, 'module:name' or a FactorySpec", option=name, value=value)
     return Options(**options)

@@ -151,8 +151,9 @@ class ProcessPool:
 
     # --- commands -------------------------------------------------------------------------------------------------------
 
-    def start_worker(self, worker_id: int, incarnation: int) -> Callable[[], WorkerExited | None]:
-        """Start a process, outside any lock; the function returned takes it in, and must be called under the pump's lock."""
+    def start_worker(self, worker_id: int, incarnation: int) -> Callable[[bool], WorkerExited | None]:
+        """Start a process, outside any lock; the function returned takes it in, or ends it where it is not wanted any more.
+        Call that under the pump's lock."""
         page_fd = -1
         try:
             page_fd = StatusPage.create()
@@ -162,15 +163,20 @@ class ProcessPool:
             if page_fd >= 0:
                 os.close(page_fd)
             death = Death(None, reason=str(error))
-            return lambda: WorkerExited(worker_id, incarnation, death)
+            return lambda is_wanted: WorkerExited(worker_id, incarnation, death)
         member = _Member(worker_id, incarnation, process, NonBlockingPipe(process.sock))
         setup = msg.Setup(msg.PROTOCOL_VERSION, worker_id, incarnation, os.getpid(), self._settings.settings)
         payload = [self._settings.payload_fd] if self._settings.payload_fd >= 0 else []
         member.pipe.send(setup, [page_fd, *payload])
         os.close(page_fd)
-        return lambda: self._take_in(member)
+        return lambda is_wanted: self._take_in(member, is_wanted=is_wanted)
 
-    def _take_in(self, member: _Member) -> None:
+    def _take_in(self, member: _Member, *, is_wanted: bool) -> None:
+        if not is_wanted:
+            member.process.kill()
+            member.process.reap(wait=True)
+            self._remove(member)
+            return
         self._members[member.worker_id] = member
         self._by_fd[member.pipe.fileno()] = member
         self._poll.register(member.pipe.fileno(), select.EPOLLIN)

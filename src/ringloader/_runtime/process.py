@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
+from ringloader._runtime.status import DUMP_SIGNAL, STAGES, STARTING, StatusPage
 
 # One thread per worker: a pool of threads per process times the number of workers is more threads than cores.
 _THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -73,17 +73,22 @@ class WorkerProcess:
 
     def dump_stack(self) -> None:
         """Have the worker write its Python stacks to its status page, and wait a moment for them."""
-        self.page.clear_trace()
-        self.signal(DUMP_SIGNAL)
-        deadline_s = time.monotonic() + _DUMP_WAIT_S
-        before = ""
-        while time.monotonic() < deadline_s:
-            # Bounded: a process that is stopped or deep in the kernel never answers.
-            time.sleep(0.005)
-            trace = self.page.trace()
-            if trace and trace == before:
-                return
-            before = trace
+        try:
+            if self.page.view().stage == STAGES[STARTING]:
+                return  # it does not heed the signal yet, which would end it
+            self.page.clear_trace()
+            self.signal(DUMP_SIGNAL)
+            deadline_s = time.monotonic() + _DUMP_WAIT_S
+            before = ""
+            while time.monotonic() < deadline_s:
+                # Bounded: a process that is stopped or deep in the kernel never answers.
+                time.sleep(0.005)
+                trace = self.page.trace()
+                if trace and trace == before:
+                    return
+                before = trace
+        except ValueError:
+            return  # it has ended by itself meanwhile, and whoever noticed has closed the page
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

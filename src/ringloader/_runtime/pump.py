@@ -64,6 +64,7 @@ class Pump:
         self.changed = Bell()
         self.thread_wanted = Doorbell()
         self.thread: threading.Thread | None = None  # the watching thread
+        self.has_thread_ended = False  # by its own word: an interrupt inside `is_alive` has a thread counted as dead
         self.jobs: deque[ev.Command] = deque()  # starts and kills, for the watching thread
         self.abandoned: deque[Follower] = deque()  # sessions whose iterator is gone
         self.followers: dict[int, Follower] = {}
@@ -333,7 +334,7 @@ class Pump:
     def _raise_if_dead(self) -> None:
         if self.failure is not None:
             raise self.failure
-        if self.thread is not None and not self.thread.is_alive() and not self.is_closed:
+        if self.has_thread_ended and not self.is_closed:
             raise InternalError("the watching thread has ended")
 
     def run_jobs(self) -> None:
@@ -358,7 +359,11 @@ class Pump:
 
         def decide() -> None:
             self._has_news = True
-            failed = take_in()
+            # A repair may have begun another incarnation while this one was being started.
+            is_wanted = self.scheduler.workers.get(command.worker_id, command.incarnation) is not None
+            failed = take_in(is_wanted)
+            if not is_wanted:
+                return
             if failed is None:
                 worker.who = self.backend.who(command.worker_id)
             else:

@@ -122,17 +122,28 @@ def _open_shm(nbytes: int) -> int | None:
             return None
         # Created empty and unlinked before it grows: killed in between, an empty name is all that could stay.
         name = f"{_NAME_PREFIX}{os.urandom(7).hex()}"
-        shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+        shared = None
         try:
+            shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
             posix_ipc.unlink_shared_memory(name)
         except BaseException:
-            shared.close_fd()
+            _forget_name(name)
+            if shared is not None:
+                shared.close_fd()
             raise
     except (OSError, posix_ipc.Error):
         return None
     os.set_inheritable(shared.fd, False)
     fd: int = shared.fd
     return fd
+
+
+def _forget_name(name: str) -> None:
+    """Take a name away, if it is there: an interrupt may have come between making it and knowing that it was made."""
+    try:
+        posix_ipc.unlink_shared_memory(name)
+    except (OSError, posix_ipc.Error):
+        pass
 
 
 def _reserve(fd: int, nbytes: int) -> None:

@@ -90,7 +90,7 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
         payload_fd, sizes, pickled_main = _pickle(dataset)
         settings["payload_sizes"] = sizes
         needs_main = needs_main or pickled_main
-        length = len(dataset) if hasattr(dataset, "__len__") else -1
+        length = len(dataset) if hasattr(dataset, "__len__") and not is_iterable(dataset) else -1
     main = main_module.describe_main() if needs_main else None
     settings["main"] = main.to_wire() if main is not None else {}
     hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)

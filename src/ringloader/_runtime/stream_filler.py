@@ -7,7 +7,10 @@ again: what was read and not delivered is lost then. Must not know pipes or proc
 
 from __future__ import annotations
 
+import logging
 import pickle
+import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +19,13 @@ import numpy as np
 from ringloader._collate.collate import Batch
 from ringloader._core import messages as msg
 from ringloader._core import values
-from ringloader._core.streams import PICKLED, PLAIN
+from ringloader._core.streams import OVER, PICKLED, PLAIN
 from ringloader._runtime import status
 from ringloader._runtime.filler import CancelledFill, Filler
 from ringloader._runtime.words import safe_text, type_name
-from ringloader.errors import LoaderError
+from ringloader.errors import LayoutError, LoaderError
+
+logger = logging.getLogger("ringloader")
 
 # A place that no sample has: draws of `iter` are nobody else's.
 _OPENING = -1
@@ -54,6 +59,9 @@ class StreamFiller(Filler):
         self.batch_size, self.drop_last, self.is_alone = batch_size, drop_last, is_alone
         self._readers: dict[tuple[int, int], _Reader] = {}
         self._writer = self._getitems = None
+        self._can_replay = bool(getattr(self._dataset, "can_replay", True))
+        self._is_midway = False  # the dataset, which has a state of its own, was begun to be read
+        self._pristine = self._dataset.state_dict() if _is_stateful(self._dataset) else None
 
     def drop_session(self, session_id: int) -> None:
         """Forget the streams of a session that is over."""
@@ -91,6 +99,7 @@ class StreamFiller(Filler):
             return self._ended(fill, reader)
         reader.number = number + 1
         reader.failure = ""
+        reader.is_over = num_samples < size
         self._save(fill, reader)
         return self._collated(fill, batch, num_samples, slot, began_ns)
 
@@ -98,6 +107,7 @@ class StreamFiller(Filler):
         """Read a batch into `batch`, or past it; return how many samples there were."""
         words, sample, cancel, serial = self._page.words, status.SAMPLE_WORD, status.CANCEL_WORD, fill.serial
         info, iterator = self._info, reader.iterator
+        refusal: LayoutError | None = None
         for place in range(size):
             words[sample] = info.place = place
             if words[cancel] == serial:
@@ -107,9 +117,15 @@ class StreamFiller(Filler):
             try:
                 item = next(iterator)
             except StopIteration:
-                return place
-            if batch is not None:
-                batch.add(item)
+                size = place
+                break
+            if batch is not None and refusal is None:
+                try:
+                    batch.add(item)
+                except LayoutError as error:
+                    refusal = error  # the batch is read to its end all the same: where the next begins must not depend on it
+        if refusal is not None:
+            raise refusal
         return size
 
     def _begin(self, fill: msg.Fill, wanted: int, number: int, place: int = 0) -> None:
@@ -125,11 +141,33 @@ class StreamFiller(Filler):
         reader = self._readers.get(key)
         if reader is None or reader.number > number:
             if reader is not None:
-                _close(reader.iterator)
-            reader = self._readers[key] = self._open(fill, number, known_number, state)
+                _close(self._readers.pop(key).iterator)
+            try:
+                reader = self._readers[key] = self._open(fill, number, known_number, state)
+            except Exception as error:
+                # It cannot be opened, now or later: this batch says so, and is the last.
+                reader = self._readers[key] = _Reader(iter(()), number)
+                reader.failure, reader.is_over = f"{type_name(error)}: {safe_text(error)}", True
+                raise
+        if reader.number < number and not self._can_replay:
+            reader.number = number
+        if reader.number < number and not reader.is_over:
+            try:
+                self._read_again(fill, reader, number)
+            except BaseException:
+                _close(self._readers.pop(key).iterator)  # it stands in the middle of a batch: nobody could read on
+                raise
+            self._page.begin(fill.serial, time.monotonic_ns())
+            self._page.stage(status.FETCHING)
+        return reader
+
+    def _read_again(self, fill: msg.Fill, reader: _Reader, number: int) -> None:
+        """Read up to batch `number`, with the draws of the first time. Each batch has a time limit of its own."""
+        size = 1 if self.batch_size is None else self.batch_size
+        self._page.stage(status.READING_AGAIN)
         while reader.number < number and not reader.is_over:
+            self._page.begin(fill.serial, time.monotonic_ns())
             self._begin(fill, number, reader.number)
-            size = 1 if self.batch_size is None else self.batch_size
             try:
                 num_samples = self._read(fill, reader, None, size)
             except CancelledFill:
@@ -139,32 +177,68 @@ class StreamFiller(Filler):
                 num_samples = size
             reader.is_over = num_samples < size
             reader.number += num_samples > 0 and not (reader.is_over and self.drop_last)
-        return reader
 
     def _open(self, fill: msg.Fill, number: int, known_number: int, state: bytes) -> _Reader:
         dataset = self._dataset
+        kind, saved = values.decode(state) if known_number >= 0 else (PLAIN, None)
+        if kind == OVER:
+            reader = _Reader(iter(()), known_number)
+            reader.is_over = True
+            return reader
+        if kind == PICKLED:
+            saved = pickle.loads(saved)  # type: ignore[arg-type]
         # What `iter` draws, a shuffled list of files perhaps, is the same wherever the stream is taken up.
         self._begin(fill, number, 0, _OPENING)
-        if known_number < 0:
-            return _Reader(iter(dataset), 0 if getattr(dataset, "can_replay", True) else number)
-        kind, saved = values.decode(state)
-        if kind == PICKLED:
-            saved = pickle.loads(saved)
-        if not _is_stateful(dataset) or not self.is_alone:
+        if not _is_stateful(dataset):
             iterator = iter(dataset)
-            if _is_stateful(iterator):
+            if known_number >= 0:
                 iterator.load_state_dict(saved)
                 return _Reader(iterator, known_number)
-        dataset.load_state_dict(saved)
-        return _Reader(iter(dataset), known_number)
+            return _Reader(iterator, self._first(number))
+        return self._open_stateful(number, known_number, saved)
+
+    def _open_stateful(self, number: int, known_number: int, saved: Any) -> _Reader:
+        """A dataset with a state of its own, if its iterator has none, is at one place at a time."""
+        dataset = self._dataset
+        iterator = iter(dataset)
+        if iterator is not dataset and _is_stateful(iterator):
+            if known_number >= 0:
+                iterator.load_state_dict(saved)
+            return _Reader(iterator, known_number if known_number >= 0 else self._first(number))
+        if not self.is_alone or any(not reader.is_over for reader in self._readers.values()):
+            raise LoaderError(
+                "the dataset keeps the place of its stream itself (its state_dict), so it can be read by one iterator at a "
+                "time, by its own worker alone: have __iter__ return an iterator with state_dict and load_state_dict"
+            )
+        if known_number >= 0:
+            dataset.load_state_dict(saved)
+            iterator = iter(dataset)
+        elif self._is_midway:
+            dataset.load_state_dict(self._pristine)  # an epoch was left in the middle
+            iterator = iter(dataset)
+        self._is_midway = True
+        return _Reader(iterator, known_number if known_number >= 0 else self._first(number))
+
+    def _first(self, number: int) -> int:
+        """Which batch comes first where a stream is opened for batch `number`."""
+        if self._can_replay or not number:
+            return 0
+        if not self._defines_once:
+            logger.warning(
+                "a stream that cannot be read again (can_replay) is begun anew at batch %d: what was read and not delivered is "
+                "lost, at most once",
+                number,
+            )
+        return number
 
     def _save(self, fill: msg.Fill, reader: _Reader) -> None:
         """Have the stream's state after this batch travel ahead of it, where there is one."""
-        if _is_stateful(reader.iterator):
-            holder: Any = reader.iterator
-        elif self.is_alone and len(self._readers) == 1 and _is_stateful(self._dataset):
-            holder = self._dataset
-        else:
+        holder: Any = reader.iterator if _is_stateful(reader.iterator) else self._dataset
+        if not _is_stateful(holder):
+            return
+        if reader.is_over:
+            self._is_midway = False
+            self.preface = msg.StreamState(fill.serial, fill.generation, values.encode([OVER, None]))
             return
         state = holder.state_dict()
         try:
@@ -175,6 +249,7 @@ class StreamFiller(Filler):
 
     def _ended(self, fill: msg.Fill, reader: _Reader) -> msg.Ended:
         reader.is_over = True
+        self._is_midway = False
         return msg.Ended(fill.serial, fill.generation, reader.number, reader.failure)
 
     def _failed(self, fill: msg.Fill, error: BaseException) -> msg.Failed:
@@ -191,10 +266,9 @@ def _is_stateful(holder: Any) -> bool:
 
 
 def _close(iterator: Any) -> None:
-    """Let a generator end its `with` blocks here rather than whenever it is collected."""
-    close = getattr(iterator, "close", None)
-    if callable(close):
+    """Let a generator end its `with` blocks here rather than whenever it is collected. What else can be closed is not ours."""
+    if isinstance(iterator, types.GeneratorType):
         try:
-            close()
-        except Exception:
+            iterator.close()
+        except (Exception, SystemExit):
             pass  # nobody is there to be told

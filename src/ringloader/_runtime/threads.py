@@ -133,8 +133,9 @@ class ThreadPool:
 
     # --- commands -------------------------------------------------------------------------------------------------------
 
-    def start_worker(self, worker_id: int, incarnation: int) -> Callable[[], WorkerExited | None]:
-        """Start a thread; the function returned takes it in, and must be called under the pump's lock."""
+    def start_worker(self, worker_id: int, incarnation: int) -> Callable[[bool], WorkerExited | None]:
+        """Start a thread; the function returned takes it in, or lets it go where it is not wanted any more. Call that under the
+        pump's lock."""
         page_fd = -1
         try:
             page_fd = StatusPage.create()
@@ -144,14 +145,19 @@ class ThreadPool:
             member.thread.start()
         except (OSError, RuntimeError) as error:
             death = Death(None, reason=str(error))
-            return lambda: WorkerExited(worker_id, incarnation, death)
+            return lambda is_wanted: WorkerExited(worker_id, incarnation, death)
         finally:
             if page_fd >= 0:
                 os.close(page_fd)
-        return lambda: self._take_in(member)
+        return lambda is_wanted: self._take_in(member, is_wanted=is_wanted)
 
-    def _take_in(self, member: _Member) -> None:
-        self._members[member.worker_id] = member
+    def _take_in(self, member: _Member, *, is_wanted: bool) -> None:
+        if is_wanted:
+            self._members[member.worker_id] = member
+        else:
+            member.is_abandoned = True
+            self._abandoned.append(member)
+            self._dismiss(member)
         member.taken_in.set()
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
@@ -221,6 +227,7 @@ class ThreadPool:
         members = [*self._members.values(), *self._abandoned]
         for member in members:
             self._dismiss(member)
+        self._shared.epochs.wake()
         deadline_s = time.monotonic() + stop_s
         for member in members:
             assert member.thread is not None
@@ -344,6 +351,11 @@ class _Epochs:
             self.leave(member)
         return answer
 
+    def wake(self) -> None:
+        """Have whoever waits look whether it is to leave."""
+        with self._changed:
+            self._changed.notify_all()
+
     def leave(self, member: _Member) -> None:
         """The batch is made, or its thread is not waited for any more."""
         with self._changed:
@@ -398,7 +410,7 @@ class _Run:
         member.taken_in.wait()
         returncode: int | None = 0
         try:
-            filler = self._build()
+            filler = None if member.is_leaving else self._build()
             if filler is not None:
                 self._serve(filler)
         except SystemExit as left:
@@ -426,14 +438,15 @@ class _Run:
         try:
             dataset = info.dataset = shared.get(info, member.page)
             member.page.stage(status.INIT)
-            shared.build.init(member.worker_id)
+            with LENDING, AsWorker(info, Seeder(info.seed)):
+                shared.build.init(member.worker_id)  # it may seed generators, as it would in a process of its own
             facts = {**describe(dataset), "digests": {}}
             info.is_consulted = False  # what was asked while the one dataset was built says nothing about its streams
             parts = (dataset, shared.build.collator(), _Unseeded(info.seed), info, member.page)
             filler: _InShared
             if facts["iterable"]:
                 size, drop_last = shared.build.batch_size, shared.build.drop_last
-                is_alone = info.num_workers == 1
+                is_alone = info.num_workers == 1 and member.incarnation == 1  # one that was left alone may still read
                 filler = _SharedStreamFiller(*parts, batch_size=size, drop_last=drop_last, is_alone=is_alone)
             else:
                 filler = _SharedFiller(*parts)

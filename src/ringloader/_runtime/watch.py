@@ -41,6 +41,7 @@ class Watch:
         except BaseException as error:
             pump.failure = error  # raised by the next `next()`
         finally:
+            pump.has_thread_ended = True
             self._end()
             with pump.lock:
                 pump.changed.ring()

@@ -110,13 +110,20 @@ class _Worker:
             elif isinstance(message, msg.Cancel):
                 self._filler.cancel(message.session_id, message.batch_id)
             elif isinstance(message, msg.Call):
-                self._pipe.send(self._filler.call(message))
+                self._call(message)
             elif isinstance(message, msg.DropSession):
                 self._filler.drop_session(message.session_id)
             elif isinstance(message, msg.Stop):
                 return
             else:
                 raise ProtocolError(f"a worker got a {type(message).__name__} message")
+
+    def _call(self, call: msg.Call) -> None:
+        answer = self._filler.call(call)
+        try:
+            self._pipe.send(answer)
+        except ProtocolError as error:
+            self._pipe.send(msg.Called(call.call_id, "ProtocolError", str(error), "", b""))
 
     def _next(self) -> tuple[msg.Message, list[int]]:
         """The next message; everything that waits is read first, and a Cancel takes its Fill out of the queue."""
