@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader, LoaderError
+from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader, LoaderError, get_worker_info
 from tests.runtime.conftest import wait_until
 
 BACKENDS: list[dict[str, Any]] = [
@@ -37,6 +37,16 @@ class Scaled:
         self.factor *= by
         self.history.append(note)
         return [self.factor, *self.history]
+
+    def leave(self) -> None:
+        raise SystemExit(3)
+
+    def fail_elsewhere(self, by: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        self.factor = by
+        if info.id == 1:
+            raise ValueError("only here")
 
     def fail(self) -> None:
         raise ValueError("not today")
@@ -90,6 +100,33 @@ def test_call_refuses_what_is_no_method_or_cannot_travel(loader: Loader) -> None
         loader.call("a b")
     with pytest.raises(ConfigError, match="cannot be sent to a worker"):
         loader.call("scale", threading.Lock())
+
+
+def test_call_that_leaves_the_program_is_an_error(loader: Loader) -> None:
+    """As in a sample: nobody's process ends, and the next batch comes."""
+    with pytest.raises(LoaderError, match="leave raised SystemExit: 3"):
+        loader.call("leave")
+    assert read(loader) == list(range(12))
+
+
+def test_calls_after_one_that_raised_are_run() -> None:
+    """Also by workers that were made since, on an object that lives on."""
+    for options in BACKENDS:
+        with Loader(Scaled(), batch_size=2, output="numpy", persistent_workers=False, **options) as loader:
+            with pytest.raises(LoaderError):
+                loader.call("fail")
+            assert read(loader) == list(range(12))
+            loader.call("scale", 3)
+            assert read(loader) == [3 * index for index in range(12)]
+
+
+def test_call_that_raised_in_one_worker_is_repeated_for_the_others() -> None:
+    """It has changed them; their replacements are changed, too."""
+    with Loader(FactorySpec(Scaled), batch_size=2, num_workers=2, output="numpy", faults=FaultPolicy(restarts=9)) as loader:
+        with pytest.raises(LoaderError, match="only here"):
+            loader.call("fail_elsewhere", 10)
+        os.kill(loader.stats().worker_pids[0], signal.SIGKILL)
+        assert read(loader) == [10 * index for index in range(12)]
 
 
 def test_replacement_repeats_calls_before_its_first_batch() -> None:

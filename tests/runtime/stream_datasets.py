@@ -238,3 +238,68 @@ class HangsInThread:
             self.go_on.wait()
             self.left.set()
         return np.full(2000, index)
+
+
+class SavesSlowly(Sharded):
+    """Each sample takes its time, so that reading again takes longer than a batch may."""
+
+    def item(self, index: int) -> Any:
+        time.sleep(0.02)
+        return index
+
+
+class OddRow(Sharded):
+    """One row of another shape; rows are large enough to be copied as soon as they are there."""
+
+    def __init__(self, size: int, folder: str = "", dies_at: int = -1) -> None:
+        super().__init__(size)
+        self.folder, self.dies_at = folder, dies_at
+
+    def item(self, index: int) -> Any:
+        if index == self.dies_at and first_time(self.folder, str(index)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.full(5000 if index != 17 else 5001, index)
+
+
+class OwnFile(Sharded):
+    """Iterates over a file that is its own."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(0)
+        self.file = open(path)  # noqa: SIM115  # for as long as the dataset lives
+
+    def __iter__(self) -> Iterator[str]:
+        assert get_worker_info() is not None
+        self.file.seek(0)
+        return self.file
+
+
+class CannotBeOpened(Sharded):
+    def __iter__(self) -> Iterator[Any]:
+        raise FileNotFoundError("no such stream")
+
+
+class LengthFails(Sharded):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class InterruptsReplay(Sharded):
+    """Ctrl-C comes at a sample, each time `fuse` says so."""
+
+    fuse = -1
+
+    def item(self, index: int) -> Any:
+        if index == type(self).fuse:
+            type(self).fuse = -1
+            raise KeyboardInterrupt
+        return index
+
+
+class Silent(Sharded):
+    """Only the first stream has anything, and it has much."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(self.size if info.id == 0 else 0))

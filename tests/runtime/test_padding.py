@@ -169,12 +169,28 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: st
         pad_collate(**options)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_by_name() -> None:
+    """As they are without padding."""
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(LayoutError, match="a nested tensor"):
+        pad_collate()([nested, nested])
+
+
+def test_pad_collate_itself_is_no_collate_fn() -> None:
+    """Forgotten parentheses are told at construction."""
+    with pytest.raises(ConfigError, match=r"collate_fn is pad_collate itself; call it"):
+        Loader(Sentences(), collate_fn=pad_collate)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("value", "rows", "words"),
     [
         (-1, [np.zeros(2, np.uint8), np.zeros(3, np.uint8)], "cannot hold padding_value=-1"),
         (0.5, [torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)], "cannot hold padding_value=0.5"),
         (float("nan"), [np.zeros(2, np.int64), np.zeros(3, np.int64)], "cannot hold padding_value=nan"),
+        (-1e9, [np.zeros(2, np.float16), np.zeros(3, np.float16)], "cannot hold padding_value=-1000000000.0"),
+        (1e39, [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)], "cannot hold padding_value"),
         (1j, [np.zeros(2), np.zeros(3)], "cannot hold padding_value=1j"),
         (0, [np.zeros((2, 3)), np.zeros((3, 2))], "must have equal shapes"),
         (0, [np.zeros((2, 3)), np.zeros(3)], "must have equal shapes"),

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import ChainDataset, IterableDataset
 
-from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader, WorkerError
+from ringloader import ConfigError, FactorySpec, FaultPolicy, LayoutError, Loader, SampleError, WorkerError
 from tests.runtime import stream_datasets as streams
 from tests.runtime.conftest import wait_until
 from tests.runtime.running import run
@@ -280,3 +280,142 @@ def test_batch_size_none_takes_items_as_batches_and_drop_last_drops_per_stream()
         assert [item[0] for item in loader] == [0, 1, 2, 3, 4, 5]
     assert [batch[0] for batch in read(FactorySpec(streams.Sharded, 11), 2, drop_last=True)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert np.concatenate(read(FactorySpec(streams.Shuffles, 9), 0, drop_last=True)).size == 8
+
+
+# --- what an attack found ------------------------------------------------------------------------------------------------
+
+
+def test_state_after_the_last_batch_is_the_end_and_not_the_next_round(tmp_path: Path) -> None:
+    """A dataset that begins anew by itself once it has ended is not read a second time, by a resumption or a replacement."""
+    spec = FactorySpec(streams.SavesItself, 10, str(tmp_path))
+    with Loader(spec, batch_size=4, num_workers=1, output="numpy", faults=MANY) as loader:
+        iterator = iter(loader)
+        head = [plain(next(iterator)) for _ in range(3)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        os.kill(loader.stats().worker_pids[0], 9)
+        assert list(iterator) == []
+    assert head == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    with Loader(spec, batch_size=4, num_workers=1, output="numpy") as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == []
+        assert [plain(batch) for batch in loader] == head
+
+
+def test_dataset_that_keeps_its_place_itself_is_read_by_one_iterator_at_a_time(tmp_path: Path) -> None:
+    """A second one is told so; an epoch that was left in the middle does not move the next one."""
+    spec = FactorySpec(streams.SavesItself, 30, str(tmp_path))
+    with Loader(spec, batch_size=4, num_workers=1, output="numpy") as loader:
+        first = iter(loader)
+        assert plain(next(first)) == [0, 1, 2, 3]
+        second = iter(loader)
+        with pytest.raises(SampleError, match="read by one iterator at a time"):
+            next(second)
+        del second
+        del first
+        assert joined([plain(batch) for batch in loader]) == list(range(30))
+
+
+def test_interrupt_during_a_replay_shifts_nothing() -> None:
+    """Inline, where it is the user's own Ctrl-C: reading again begins again."""
+    dataset = streams.InterruptsReplay(60)
+    whole = read(dataset, 0)
+    with Loader(dataset, batch_size=4, output="numpy") as loader:
+        iterator = iter(loader)
+        head = [plain(next(iterator)) for _ in range(8)]
+        state = loader.state_dict()
+    streams.InterruptsReplay.fuse = 21
+    with Loader(dataset, batch_size=4, output="numpy") as loader:
+        loader.load_state_dict(state)
+        iterator = iter(loader)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        assert head + [plain(batch) for batch in iterator] == whole
+
+
+def test_batch_that_cannot_be_laid_out_takes_its_samples_and_no_others(tmp_path: Path) -> None:
+    """Whether a slot was there or not, in a first epoch, a second, and after a death."""
+    found = []
+    for dies_at in (-1, 22):
+        spec = FactorySpec(streams.OddRow, 40, str(tmp_path), dies_at)
+        with Loader(spec, batch_size=4, num_workers=1, output="numpy", faults=MANY) as loader:
+            for _ in range(2):
+                iterator, epoch = iter(loader), []
+                while True:
+                    try:
+                        epoch.append(next(iterator)[:, 0].tolist())
+                    except StopIteration:
+                        break
+                    except LayoutError:
+                        epoch.append("refused")
+                found.append(epoch)
+    expected: list[Any] = [[4 * k + j for j in range(4)] for k in range(10)]
+    expected[4] = "refused"
+    assert found == [expected] * 4
+
+
+def test_replay_may_take_longer_than_a_batch() -> None:
+    """Each batch that is read again has the time of one, and no sample is blamed for it."""
+    spec = FactorySpec(streams.SavesSlowly, 100)
+    with Loader(spec, batch_size=5, num_workers=1, output="numpy", timeout=0.6, faults=MANY) as loader:
+        iterator = iter(loader)
+        head = [plain(next(iterator)) for _ in range(12)]
+        os.kill(loader.stats().worker_pids[0], 9)
+        assert joined(head + [plain(batch) for batch in iterator]) == list(range(100))
+        assert loader.stats().num_restarts == 1
+
+
+def test_file_that_is_the_datasets_own_stays_open(tmp_path: Path) -> None:
+    """Only generators are ended with their epoch."""
+    path = tmp_path / "lines"
+    path.write_text("a\nb\nc\n")
+    with Loader(FactorySpec(streams.OwnFile, str(path)), batch_size=2, num_workers=1) as loader:
+        for _ in range(3):
+            assert list(loader) == [["a\n", "b\n"], ["c\n"]]
+
+
+def test_stream_that_cannot_be_opened_is_an_error_once() -> None:
+    """For each of the two; then they have ended, and a loop that tolerates errors comes to an end."""
+    with Loader(FactorySpec(streams.CannotBeOpened), batch_size=2, num_workers=2) as loader:
+        iterator = iter(loader)
+        for _ in range(2):
+            with pytest.raises(SampleError, match="no such stream"):
+                next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+class Part(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+def test_length_that_fails_is_no_length() -> None:
+    """torch's chains of datasets have one, whatever they are made of."""
+    with Loader(ChainDataset([Part(), Part()]), batch_size=4) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 0], [1, 2]]
+        with pytest.raises(TypeError):
+            len(loader)
+    with Loader(FactorySpec(streams.LengthFails, 5), batch_size=4, num_workers=1, output="numpy") as loader:
+        assert len(list(loader)) == 2
+
+
+def test_streams_that_have_ended_are_not_batches_handed_over_out_of_order() -> None:
+    """The state of an ordered epoch is a prefix, small, and every rank's, however uneven its streams."""
+    with Loader(FactorySpec(streams.Silent, 100), batch_size=2, num_workers=8, output="numpy") as loader:
+        iterator = iter(loader)
+        for _ in range(20):
+            next(iterator)
+            state = loader.state_dict()
+            assert state["above"] == []
+            assert state["rank"] == -1
+    with Loader(FactorySpec(streams.Silent, 100), batch_size=2, num_workers=8, output="numpy") as loader:
+        loader.load_state_dict(state)
+        assert joined([plain(batch) for batch in loader]) == list(range(40, 100))
+
+
+def test_ranks_are_told_that_a_stream_is_theirs_to_shard(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing promises them a share."""
+    with Loader(streams.Sharded(10), batch_size=4, rank=1, world_size=2) as loader:
+        list(loader)
+    assert "takes its part by get_worker_info().rank" in caplog.text
+    assert "reads its share" not in caplog.text

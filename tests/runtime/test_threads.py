@@ -237,3 +237,17 @@ def test_child_of_a_fork_does_not_use_the_parents_threads() -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert next(iterator).tolist() == [5, 6, 7, 8, 9]
+
+
+def _seeds(worker_id: int) -> None:
+    np.random.seed(worker_id)
+
+
+def test_init_function_that_seeds_does_not_seed_the_training() -> None:
+    """What everybody writes in a `worker_init_fn` stays in the worker."""
+    np.random.seed(7)
+    expected = np.random.random(3).tolist()
+    np.random.seed(7)
+    with Loader(Local(), batch_size=5, num_workers=2, worker_backend="thread", worker_init_fn=_seeds) as loader:
+        list(loader)
+    assert np.random.random(3).tolist() == expected
