@@ -48,8 +48,8 @@ class Fill:
     """Fetch `keys`, collate them into the slot. Carries one descriptor per entry of `attach` ([segment_id, nbytes]).
 
     `keys` is packed int64 when `int_keys`, else a coded list: for an iterable dataset stream, number, and the number and state
-    from which to read on (-1: none). `position` is the global position of the batch's first sample in
-    the epoch's permutation: the key of every random draw. `slot_id` is -1 when the size is not known yet.
+    from which to read on (-1: none). `position` is the global position of the batch's first sample in the epoch's permutation:
+    the key of every random draw. `slot_id` is -1 when the size is not known yet.
     """
 
     session_id: int
