@@ -60,7 +60,7 @@ class StreamFiller(Filler):
         self._readers: dict[tuple[int, int], _Reader] = {}
         self._writer = self._getitems = None
         self._can_replay = bool(getattr(self._dataset, "can_replay", True))
-        self._is_midway = False  # the dataset, which has a state of its own, was begun to be read
+        self._midway: _Reader | None = None  # who has moved the dataset, which keeps its place itself, and not come to its end
         self._pristine = self._dataset.state_dict() if _is_stateful(self._dataset) else None
 
     def drop_session(self, session_id: int) -> None:
@@ -213,11 +213,11 @@ class StreamFiller(Filler):
         if known_number >= 0:
             dataset.load_state_dict(saved)
             iterator = iter(dataset)
-        elif self._is_midway:
+        elif self._midway is not None:
             dataset.load_state_dict(self._pristine)  # an epoch was left in the middle
             iterator = iter(dataset)
-        self._is_midway = True
-        return _Reader(iterator, known_number if known_number >= 0 else self._first(number))
+        self._midway = _Reader(iterator, known_number if known_number >= 0 else self._first(number))
+        return self._midway
 
     def _first(self, number: int) -> int:
         """Which batch comes first where a stream is opened for batch `number`."""
@@ -237,7 +237,7 @@ class StreamFiller(Filler):
         if not _is_stateful(holder):
             return
         if reader.is_over:
-            self._is_midway = False
+            self._come_to_end(reader)
             self.preface = msg.StreamState(fill.serial, fill.generation, values.encode([OVER, None]))
             return
         state = holder.state_dict()
@@ -249,8 +249,12 @@ class StreamFiller(Filler):
 
     def _ended(self, fill: msg.Fill, reader: _Reader) -> msg.Ended:
         reader.is_over = True
-        self._is_midway = False
+        self._come_to_end(reader)
         return msg.Ended(fill.serial, fill.generation, reader.number, reader.failure)
+
+    def _come_to_end(self, reader: _Reader) -> None:
+        if reader is self._midway:
+            self._midway = None
 
     def _failed(self, fill: msg.Fill, error: BaseException) -> msg.Failed:
         if isinstance(error, UnshardedError):
