@@ -94,6 +94,7 @@ class StreamFiller(Filler):
             reader.failure = f"{type_name(error)}: {safe_text(error)}"
             raise
         if self._info.num_workers > 1 and not number and not self._is_sharded():
+            reader.is_over = True  # whoever goes on after the error gets nothing twice
             raise UnshardedError("")
         if not num_samples or (self.drop_last and num_samples < size):
             return self._ended(fill, reader)
