@@ -244,7 +244,7 @@ class SavesSlowly(Sharded):
     """Each sample takes its time, so that reading again takes longer than a batch may."""
 
     def item(self, index: int) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.03)
         return index
 
 

@@ -359,9 +359,10 @@ def test_batch_that_cannot_be_laid_out_takes_its_samples_and_no_others(tmp_path:
 def test_replay_may_take_longer_than_a_batch() -> None:
     """Each batch that is read again has the time of one, and no sample is blamed for it."""
     spec = FactorySpec(streams.SavesSlowly, 100)
-    with Loader(spec, batch_size=5, num_workers=1, output="numpy", timeout=0.6, faults=MANY) as loader:
+    # A batch takes 0.15 s, what is to be read again more than 2.
+    with Loader(spec, batch_size=5, num_workers=1, output="numpy", timeout=1.5, faults=MANY) as loader:
         iterator = iter(loader)
-        head = [plain(next(iterator)) for _ in range(12)]
+        head = [plain(next(iterator)) for _ in range(14)]
         os.kill(loader.stats().worker_pids[0], 9)
         assert joined(head + [plain(batch) for batch in iterator]) == list(range(100))
         assert loader.stats().num_restarts == 1
