@@ -181,12 +181,12 @@ class Loader:
     def __len__(self) -> int:
         """Batches per epoch on this rank. Raises TypeError when a sampler has no length."""
         opts = self._options
-        if self._is_iterable():
-            return self._num_streamed()
         if opts.batch_sampler is not None:
             return num_sampled(opts.batch_sampler, None, batched=True, drop_last=False)
         if opts.sampler is not None:
             return num_sampled(opts.sampler, opts.batch_size, batched=False, drop_last=opts.drop_last)
+        if self._is_iterable():  # last: with a spec only workers know, and a sampler's length needs none
+            return self._num_streamed()
         return len(self._plan(self.dataset_size, 0))
 
     def __enter__(self) -> Loader:
@@ -284,9 +284,10 @@ class Loader:
         LoaderError when it raised in one.
         """
         self._check_open()
+        arguments = calls.pack(method, args, kwargs)  # refused before a worker is started
         engine = self._running()
         self._drop_early()
-        return engine.call(method, calls.pack(method, args, kwargs))
+        return engine.call(method, arguments)
 
     def indices(self, epoch: int, batch: int) -> np.ndarray[Any, Any]:
         """Return the keys of batch number `batch` of an epoch on this rank, `(batch_size,) int64`, without reading it.
@@ -423,7 +424,8 @@ class Loader:
         if not (is_known and follows and is_alone and opts.persistent_workers) or self._is_closed or self._is_iterable():
             return None
         place = Place(self._epoch)
-        early = Progress(place, opts, self._own_plan(place.epoch), self._rank, self._world_size)
+        plan = self._own_plan(place.epoch)
+        early = Progress(place, opts, plan, rank=self._rank, world_size=self._world_size)
         early.session = engine.open_session(place.epoch, in_order=opts.in_order, is_early=True)
         self._early = early
         return early
@@ -470,7 +472,7 @@ class Loader:
                     "rank %d of %d: an iterable dataset is not sharded by the loader, it takes its part by "
                     "get_worker_info().rank and .world_size"
                 )
-            return Progress(place, self._options, plan, self._rank, self._world_size, num_streams)
+            return Progress(place, self._options, plan, rank=self._rank, world_size=self._world_size, num_streams=num_streams)
         except BaseException:
             self._epoch, self._resumed = place.epoch, resumed  # as if it had not been called
             raise
@@ -491,6 +493,12 @@ class Loader:
                 is_iterable = building.is_iterable(self.dataset)
             if is_iterable:
                 sources.check_stream_options(self._options)
+                if self._options.faults.on_bad_sample != "raise":
+                    logger.warning(
+                        "faults.on_bad_sample=%r does not apply to an iterable dataset: a sample that raises is an error of "
+                        "its batch",
+                        self._options.faults.on_bad_sample,
+                    )
             self._streams_known = is_iterable
         return self._streams_known
 

@@ -49,7 +49,7 @@ class Progress:
     """
 
     def __init__(
-        self, place: Place, options: Options, plan: EpochPlan | None, rank: int, world_size: int, num_streams: int = 0
+        self, place: Place, options: Options, plan: EpochPlan | None, *, rank: int, world_size: int, num_streams: int = 0
     ) -> None:
         self.place = place
         self.is_over = False

@@ -35,7 +35,7 @@ class Scaled:
 
     def scale(self, by: int, *, note: Any = None) -> list[Any]:
         self.factor *= by
-        self.history.append(note)
+        self.history.append(sorted(note) if isinstance(note, frozenset) else note)
         return [self.factor, *self.history]
 
     def leave(self) -> None:
@@ -71,7 +71,8 @@ def test_call_reaches_every_worker_once(loader: Loader) -> None:
     assert read(loader) == list(range(12))
     num_results = 2 if loader.num_workers and loader.worker_backend != "thread" else max(1, loader.num_workers)
     assert loader.call("scale", 3) == [[3, None]] * num_results
-    assert loader.call("scale", 2, note={"a", "b"} and "x") == [[6, None, "x"]] * num_results
+    # A frozenset is no plain value, so it is pickled.
+    assert loader.call("scale", 2, note=frozenset("ba")) == [[6, None, ["a", "b"]]] * num_results
     assert read(loader) == [6 * index for index in range(12)]
 
 
@@ -95,11 +96,12 @@ def test_call_that_raises_is_an_error_and_is_not_repeated(loader: Loader) -> Non
 
 
 def test_call_refuses_what_is_no_method_or_cannot_travel(loader: Loader) -> None:
-    """In the parent, by name."""
+    """In the parent, by name, before a worker is started."""
     with pytest.raises(ConfigError, match="method is 'a b'"):
         loader.call("a b")
     with pytest.raises(ConfigError, match="cannot be sent to a worker"):
         loader.call("scale", threading.Lock())
+    assert loader._engine is None
 
 
 def test_call_that_leaves_the_program_is_an_error(loader: Loader) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringloader._core.slots import NEXT, SlotEvent, Slots, SlotState
+from ringloader._core.slots import NEXT, SlotEvent, Slots, SlotState, Survivors
 from ringloader._core.units import align_slot, in_words
 from ringloader.errors import InternalError
 
@@ -87,7 +87,7 @@ def test_rebuild_keeps_leases_and_frees_the_rest_under_new_generations() -> None
     assert filling is not None
     slots.apply(leased, SlotEvent.FILLED)
     generation = filling.generation
-    slots.rebuild({(leased.slot_id, leased.generation)}, set(), {}, set(), {0})
+    slots.rebuild(Survivors(leased={(leased.slot_id, leased.generation)}, segment_ids={0}))
     assert leased.state is SlotState.LEASED
     assert filling.state is SlotState.FREE
     assert filling.generation > generation
@@ -102,11 +102,12 @@ def test_rebuild_leaves_slots_alone_whose_writer_could_not_be_ended() -> None:
     assert lost is not None
     slots.apply(lost, SlotEvent.WRITER_LOST)
     lost.session_id = -5
-    slots.rebuild(set(), set(), {(writing.slot_id, writing.generation): -7}, {-5, -7}, {0})
+    written = {(writing.slot_id, writing.generation): -7}
+    slots.rebuild(Survivors(written=written, writers={-5, -7}, segment_ids={0}))
     assert [writing.state, lost.state] == [SlotState.QUARANTINED] * 2
     assert [writing.session_id, lost.session_id] == [-7, -5]
     slots.check()
-    slots.rebuild(set(), set(), {}, {-7}, {0})
+    slots.rebuild(Survivors(writers={-7}, segment_ids={0}))
     assert [writing.state, lost.state] == [SlotState.QUARANTINED, SlotState.FREE]
     slots.check()
 

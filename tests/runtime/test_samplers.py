@@ -14,6 +14,7 @@ import pytest
 from ringloader._core.batching import EpochPlan
 from ringloader._core.permutation import Permutation
 from ringloader.errors import ConfigError
+from ringloader.factory import FactorySpec
 from ringloader.loader import Loader
 from ringloader.samplers import (
     BatchSampler,
@@ -23,6 +24,7 @@ from ringloader.samplers import (
     WeightedSampler,
     resolve_rank,
 )
+from tests.runtime.sample_datasets import Numbers
 
 SRC = pathlib.Path(__file__).parents[2] / "src"
 
@@ -262,3 +264,29 @@ def test_sampler_keeps_the_epoch_of_its_iteration() -> None:
     second = iter(sampler)
     assert list(first) == RandomSampler(50_000, seed=1)._order(0)(0, 50_000).tolist()
     assert list(second) == RandomSampler(50_000, seed=1)._order(1)(0, 50_000).tolist()
+
+
+def test_length_by_a_sampler_starts_no_worker() -> None:
+    """With a spec only workers know what the dataset is; the sampler knows how long the epoch is."""
+    with Loader(FactorySpec(Numbers, 20), batch_size=4, sampler=range(10), num_workers=2) as loader:
+        assert len(loader) == 3
+        assert loader._engine is None
+    with Loader(FactorySpec(Numbers, 20), batch_sampler=[[1], [2, 3]], num_workers=2) as loader:
+        assert len(loader) == 2
+        assert loader._engine is None
+
+
+class IterableDataset:
+    """A map-style dataset of the user's that happens to have torch's name."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_class_is_not_taken_for_torchs_by_its_name_alone() -> None:
+    """Where it comes from counts, too."""
+    with Loader(IterableDataset(), batch_size=4, sampler=[3, 1]) as loader:
+        assert [batch.tolist() for batch in loader] == [[3, 1]]

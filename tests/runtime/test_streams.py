@@ -423,3 +423,11 @@ def test_ranks_are_told_that_a_stream_is_theirs_to_shard(caplog: pytest.LogCaptu
         list(loader)
     assert "takes its part by get_worker_info().rank" in caplog.text
     assert "reads its share" not in caplog.text
+
+
+def test_policy_that_does_not_apply_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, at construction where the dataset is known."""
+    with Loader(streams.Sharded(10), batch_size=4, faults=FaultPolicy(on_bad_sample="skip")) as loader:
+        for _ in range(2):
+            list(loader)
+    assert [r.message for r in caplog.records if "on_bad_sample='skip' does not apply" in r.message] == [caplog.messages[0]]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core.session import Batch, BatchState, Session
-from ringloader._core.slots import SlotEvent, Slots, SlotState
+from ringloader._core.slots import SlotEvent, Slots, SlotState, Survivors
 from ringloader._core.units import align_slot, in_words
 
 # A session needs two slots: the user's loop variable still holds one batch while the next is asked for.
@@ -34,19 +34,11 @@ class Room:
         self._forced: set[int] = set()  # segments above the bound, of one slot each
         self._asked_nbytes = 0  # what the segment asked for last has to hold
 
-    def restart(
-        self,
-        leased: set[tuple[int, int]],
-        copied: set[tuple[int, int]],
-        written: dict[tuple[int, int], int],
-        writers: set[int],
-        segment_ids: set[int],
-    ) -> None:
-        """Start again from the leases alive, the copies that may still run, the slots that a worker may still be writing to,
-        each with that worker's mark, the marks of all such workers, and the segments that exist."""
+    def restart(self, survivors: Survivors) -> None:
+        """Start again from facts alone."""
         self._growing, self._is_forced, self.refusal = False, False, None
-        self._forced &= segment_ids
-        self.slots.rebuild(leased, copied, written, writers, segment_ids)
+        self._forced.intersection_update(survivors.segment_ids)
+        self.slots.rebuild(survivors)
 
     def added(self, event: ev.SegmentAdded) -> None:
         """The segment asked for is there."""

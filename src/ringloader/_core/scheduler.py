@@ -25,7 +25,7 @@ from ringloader._core import messages as msg
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.room import Room, writer_mark
 from ringloader._core.session import Batch, BatchState, Fault, Session
-from ringloader._core.slots import SlotEvent, SlotState
+from ringloader._core.slots import SlotEvent, SlotState, Survivors
 from ringloader._core.supervision import Supervision
 from ringloader._core.workers import Worker, WorkerState
 from ringloader.errors import InternalError
@@ -164,7 +164,8 @@ class Scheduler:
             if (worker := self.workers.get(*who)) is not None
             for _, fill in worker.fills.values()
         }
-        self.room.restart(leased, copied, written, {writer_mark(*who) for who in unended}, segment_ids)
+        writers = {writer_mark(*who) for who in unended}
+        self.room.restart(Survivors(leased, copied, written, writers, segment_ids))
         for session in self.sessions.values():
             session.restart()
         for worker in self.workers.all:

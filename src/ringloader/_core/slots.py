@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from ringloader._core.units import align_slot
 from ringloader.errors import InternalError
@@ -78,6 +79,21 @@ class Slot:
     state: SlotState = SlotState.FREE
     generation: int = 0
     session_id: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """What an interrupted decision cannot have left half done. A use of a slot is its id and generation.
+
+    leased: uses whose leases are alive. copied: uses that have ended while copies may still run. written: uses whose writer
+    could not be ended, each with the mark of that writer. writers: the marks of all such. segment_ids: the segments that exist.
+    """
+
+    leased: Collection[tuple[int, int]] = frozenset()
+    copied: Collection[tuple[int, int]] = frozenset()
+    written: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    writers: Collection[int] = frozenset()
+    segment_ids: Collection[int] = frozenset()
 
 
 class Slots:
@@ -184,31 +200,23 @@ class Slots:
         """Slots that a session holds in any state."""
         return sum(1 for slot in self.by_id.values() if slot.session_id == session_id)
 
-    def rebuild(
-        self,
-        leased: set[tuple[int, int]],
-        copied: set[tuple[int, int]],
-        written: dict[tuple[int, int], int],
-        writers: set[int],
-        segment_ids: set[int],
-    ) -> None:
-        """Start again from facts alone: the leases that are alive, those that have ended while copies may still run, the slots
-        whose writer could not be ended, with what stands for it, all such writers, and the segments that exist."""
+    def rebuild(self, survivors: Survivors) -> None:
+        """Start again from facts alone."""
         # From the segments alone: an interrupt may have left the other tables half changed.
-        self.segments = {known: slots for known, slots in self.segments.items() if known in segment_ids}
+        self.segments = {known: slots for known, slots in self.segments.items() if known in survivors.segment_ids}
         self.by_id = {slot.slot_id: slot for slots in self.segments.values() for slot in slots}
         self.segment_nbytes = {known: sum(slot.capacity for slot in slots) for known, slots in self.segments.items()}
         self._next_slot_id = max([self._next_slot_id, *(slot_id + 1 for slot_id in self.by_id)])
         self.dropped.clear()
         self._free = {slot.capacity: [] for slot in self.by_id.values()}
         for slot in self.by_id.values():
-            if (slot.slot_id, slot.generation) in leased:
+            if (slot.slot_id, slot.generation) in survivors.leased:
                 slot.state = SlotState.LEASED
-            elif (slot.slot_id, slot.generation) in copied:
+            elif (slot.slot_id, slot.generation) in survivors.copied:
                 slot.state = SlotState.PENDING
-            elif (slot.slot_id, slot.generation) in written:
-                slot.state, slot.session_id = SlotState.QUARANTINED, written[slot.slot_id, slot.generation]
-            elif slot.state is SlotState.QUARANTINED and slot.session_id in writers:
+            elif (slot.slot_id, slot.generation) in survivors.written:
+                slot.state, slot.session_id = SlotState.QUARANTINED, survivors.written[slot.slot_id, slot.generation]
+            elif slot.state is SlotState.QUARANTINED and slot.session_id in survivors.writers:
                 pass  # its writer was lost before
             elif slot.state is not SlotState.RETIRED:
                 slot.state, slot.session_id = SlotState.FREE, -1

@@ -187,14 +187,10 @@ class Supervision:
         death = ev.Death(None)
         if view is not None:
             death = ev.Death(None, view.serial, view.sample if view.is_fetching else -1, view.stage, view.trace)
-        self.quarantine(worker)
+        self._room.quarantine(worker.worker_id, worker.incarnation, [fill for _, fill in worker.fills.values()])
         blamed = self._requeue(worker, death, story)
         self._outbox.append(ev.AbandonWorker(worker.worker_id, worker.incarnation))
         self._bury(worker, death, story, blamed, now_s)
-
-    def quarantine(self, worker: Worker) -> None:
-        """A worker that could not be ended may still write into the slots of its Fills."""
-        self._room.quarantine(worker.worker_id, worker.incarnation, [fill for _, fill in worker.fills.values()])
 
     def _compare(self, worker: Worker, facts: dict[str, Any]) -> None:
         """Rebuilt means rebuilt alike: hold a worker's dataset against the first one's."""

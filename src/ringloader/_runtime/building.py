@@ -72,10 +72,14 @@ def describe(dataset: Any) -> dict[str, Any]:
     }
 
 
+_HOMES = ("torch", "datasets")
+
+
 def is_iterable(dataset: Any) -> bool:
     """A dataset that is read from its beginning on: torch's `IterableDataset`, or what can be iterated and not indexed."""
-    if any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__):
-        return True  # torch's base class has a __getitem__ that raises
+    # By name, so that torch need not be imported: its base class has a __getitem__ that raises. Hugging Face has one, too.
+    if any(kind.__name__ == "IterableDataset" and kind.__module__.split(".")[0] in _HOMES for kind in type(dataset).__mro__):
+        return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 

@@ -224,7 +224,7 @@ class StreamFiller(Filler):
         """Which batch comes first where a stream is opened for batch `number`."""
         if self._can_replay or not number:
             return 0
-        if not self._defines_once:
+        if not self._defines_once:  # on the user's own thread: elsewhere it is a worker's death that says so
             logger.warning(
                 "a stream that cannot be read again (can_replay) is begun anew at batch %d: what was read and not delivered is "
                 "lost, at most once",
