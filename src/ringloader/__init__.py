@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringloader._core.array_spec import ArraySpec
-    from ringloader._core.policy import FaultPolicy
+    from ringloader._core.policy import FaultPolicy, SampleRetry
     from ringloader._runtime.worker_info import WorkerInfo, get_worker_info
     from ringloader.arrays import ArrayDataset, TokenWindows, tensor_dataset
     from ringloader.collation import default_collate, pad_collate
@@ -50,7 +50,7 @@ _MODULES = {
         "WorkerError",
     ),
     "_core.array_spec": ("ArraySpec",),
-    "_core.policy": ("FaultPolicy",),
+    "_core.policy": ("FaultPolicy", "SampleRetry"),
     "_runtime.worker_info": ("WorkerInfo", "get_worker_info"),
     "arrays": ("ArrayDataset", "TokenWindows", "tensor_dataset"),
     "collation": ("default_collate", "pad_collate"),
@@ -83,6 +83,7 @@ __all__ = [
     "RemoteError",
     "RingFullError",
     "SampleError",
+    "SampleRetry",
     "SequentialSampler",
     "TokenWindows",
     "WeightedSampler",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from ringloader._core.bad_samples import BadSamples
 from ringloader._core.events import Keys
 from ringloader._runtime import lifetime
 from ringloader._runtime.cuda import Copy
@@ -29,7 +30,7 @@ class Owner(Protocol):
     _options: Options
     _num_batches: int
     _wait_s: float
-    _skipped: list[object]
+    _skipped: BadSamples
 
     def __len__(self) -> int: ...
 
@@ -87,7 +88,7 @@ class LoaderIterator(Iterator[Any]):
             batch = self._engine.next_batch(session, self._pull(), ended=self._is_pulled)
             self._loader._num_batches += 1
             self._loader._wait_s += time.perf_counter() - began_s
-            if len(session.skipped) > self._num_noted:
+            if session.skipped.num_added > self._num_noted:
                 self._note_skipped()
             # To a signal the last step and the return are one: an interrupt before has the batch delivered again, none comes
             # after.
@@ -154,9 +155,10 @@ class LoaderIterator(Iterator[Any]):
 
     def _note_skipped(self) -> None:
         """Tell the loader of each skipped key once, while the epoch runs: it may be abandoned."""
-        keys = self._session.skipped[self._num_noted :]
-        self._num_noted += len(keys)
-        self._loader._skipped += [key for key in keys if key not in self._loader._skipped]
+        skipped = self._session.skipped
+        for key in skipped.since(self._num_noted):
+            self._loader._skipped.add(key)
+        self._num_noted = skipped.num_added
 
     def _end(self) -> None:
         self._is_over = self._progress.is_over = True
@@ -230,7 +232,7 @@ class DeviceIterator(LoaderIterator):
         except LoaderError as error:
             self._failure = error  # told by the next call: there is a batch to hand over first
             return
-        if len(self._session.skipped) > self._num_noted:
+        if self._session.skipped.num_added > self._num_noted:
             self._note_skipped()
         if isinstance(got, BaseException):
             self._failure = got  # likewise

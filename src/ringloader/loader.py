@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._core.bad_samples import BadSamples
 from ringloader._core.batching import EpochPlan
 from ringloader._core.messages import Call
 from ringloader._core.policy import FaultPolicy
@@ -45,8 +46,9 @@ class LoaderStats:
 
     wait_s: time `next` spent, all told. copied_nbytes: bytes that were copied to make batches; equal to the batches' own bytes
     unless a custom `collate_fn` made them first. num_refilled: batches made again after a death or for want of room. num_stale:
-    late answers that were dropped. pinned_nbytes: page-locked bytes of the ring. copy_s: time of copies to `device`,
-    measured there.
+    late answers that were dropped. num_retried: fetches that failed and were tried again (`faults.retry`). num_recycled:
+    healthy workers that gave way to a successor. num_skipped: different samples that were left out or replaced. pinned_nbytes:
+    page-locked bytes of the ring. copy_s: time of copies to `device`, measured there.
     """
 
     num_batches: int = 0
@@ -57,6 +59,9 @@ class LoaderStats:
     num_refilled: int = 0
     num_stale: int = 0
     num_recoveries: int = 0
+    num_retried: int = 0
+    num_recycled: int = 0
+    num_skipped: int = 0
     num_slots: int = 0
     num_segments: int = 0
     ring_nbytes: int = 0
@@ -131,8 +136,9 @@ class Loader:
         self._owner_pid = os.getpid()
         self._copies: deque[cuda.Copy] = deque()  # to the device, whose time is not known yet
         self._num_batches = 0
-        self._skipped: list[object] = []
+        self._skipped = BadSamples()
         self._num_forgotten = 0  # skipped before a resumption, and not named
+        self._deadly = BadSamples()  # samples that ended workers, for workers to come
         self._facts: dict[str, Any] | None = None  # of the dataset
         self._streams_known: bool | None = None  # whether it is an iterable one, once that is known
         self._progress: Progress | None = None  # of the epoch begun last
@@ -254,8 +260,9 @@ class Loader:
             rank=self._rank if place.above else -1,
             world_size=self._world_size,
             sampler=place.sampler,
-            num_skipped=len(self._skipped) + self._num_forgotten,
-            skipped=name_keys(self._skipped),
+            num_skipped=self._skipped.num_added + self._num_forgotten,
+            skipped=name_keys(list(self._skipped)),
+            deadly=name_keys(list(self._deadly)),
         ).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,7 +280,9 @@ class Loader:
         self.set_epoch(saved.epoch)
         self._drop_early()
         self._resumed = saved
-        self._skipped = list(saved.skipped)
+        self._skipped = BadSamples(saved.skipped)
+        for key in saved.deadly:
+            self._deadly.add(key)
         self._num_forgotten = max(0, saved.num_skipped - len(saved.skipped))
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -301,7 +310,10 @@ class Loader:
 
     def stats(self) -> LoaderStats:
         """What has happened so far."""
-        past = dataclasses.replace(self._past, num_batches=self._num_batches, wait_s=self._wait_s, copy_s=self._copy_s)
+        num_skipped = self._skipped.num_added + self._num_forgotten
+        past = dataclasses.replace(
+            self._past, num_batches=self._num_batches, wait_s=self._wait_s, copy_s=self._copy_s, num_skipped=num_skipped
+        )
         engine = self._engine
         if engine is None:
             return dataclasses.replace(past, num_slots=0, num_segments=0, ring_nbytes=0, pinned_nbytes=0, worker_pids=())
@@ -314,6 +326,8 @@ class Loader:
             num_refilled=past.num_refilled + scheduler.num_refilled,
             num_stale=past.num_stale + scheduler.num_stale,
             num_recoveries=past.num_recoveries + engine.pump.num_recoveries,
+            num_retried=past.num_retried + scheduler.num_retried,
+            num_recycled=past.num_recycled + scheduler.supervision.recycling.num_recycled,
             num_slots=len(scheduler.slots.by_id),
             num_segments=len(engine.ring.segments),
             ring_nbytes=engine.ring.nbytes,
@@ -323,7 +337,7 @@ class Loader:
 
     @property
     def skipped(self) -> list[object]:
-        """Keys of samples that were skipped or replaced as bad, in the order they were met."""
+        """Keys of samples that were skipped or replaced as bad, in the order they were met: the last 10,000."""
         return list(self._skipped)
 
     @property
@@ -374,6 +388,7 @@ class Loader:
                 engine.belong_to(self)
                 made = engine.scheduler.supervision.calls
                 made.recorded, made.ids = self._calls, self._call_ids
+                engine.scheduler.supervision.blame.deadly = self._deadly
                 self._engine = engine
             engine = self._engine
         engine.start()

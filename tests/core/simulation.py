@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core import values
@@ -65,6 +67,7 @@ class Simulation:
             stall_s=None,
             start_timeout_s=rng.choice((None, 20.0)),
             on_bad_sample=rng.choice(("raise", "raise", "skip", "replace")),
+            max_batches_per_worker=rng.choice((None, None, 1, 3)),
         )
         unreaped_s = rng.choice((5.0, 5.0, 0.0))  # 0: as with threads, which cannot be killed
         self.policy = PoolPolicy(
@@ -78,7 +81,7 @@ class Simulation:
         self.max_held = rng.choice((1, 1, 3, 40))
         self.memory: dict[tuple[int, int], Word] = {}
         self.segments: dict[int, int] = {}
-        self.workers: dict[int, SimWorker] = {}
+        self.workers: dict[tuple[int, int], SimWorker] = {}
         self.unended: list[SimWorker] = []  # killed, abandoned, and perhaps still writing
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.num_events = 0
@@ -89,6 +92,7 @@ class Simulation:
         self.carriers: dict[type, Callable[[Any], None]] = {
             ev.StartWorker: self.do_start_worker,
             ev.KillWorker: self.do_kill_worker,
+            ev.StopWorker: self.do_stop_worker,
             ev.AbandonWorker: self.do_abandon_worker,
             ev.SendFill: self.do_send_fill,
             ev.SendCancel: self.do_send_cancel,
@@ -128,12 +132,14 @@ class Simulation:
         for held in list(self.held):
             self.release(held)
         for _ in range(2000):
-            if not self.events and all(not worker.fills for worker in self.core.workers.all):
+            is_idle = all(not worker.fills for worker in self.core.workers.everyone())
+            if not self.events and is_idle and not self.core.workers.retiring:
                 break
             self.step()
         leftover = [s for s in self.core.slots.by_id.values() if s.state not in (SlotState.FREE, SlotState.QUARANTINED)]
         leftover = [s for s in leftover if s.state is not SlotState.RETIRED]
         assert not leftover or self.lost, f"slots not back in circulation: {leftover}"
+        assert not self.core.workers.retiring or self.lost, "told to stop, and still there"
 
     # --- time -----------------------------------------------------------------------------------------------------------
 
@@ -173,9 +179,11 @@ class Simulation:
 
     def do_start_worker(self, command: ev.StartWorker) -> None:
         worker = SimWorker(command.worker_id, command.incarnation)
-        old = self.workers.get(command.worker_id)
-        assert old is None or not old.answering, "two processes for one worker id"
-        self.workers[command.worker_id] = worker
+        old = [one for one in self.workers.values() if one.worker_id == command.worker_id and one.answering]
+        workers = self.core.workers
+        num_leaving = sum(one.worker_id == command.worker_id for one in workers.retiring)
+        assert len(old) <= (command.worker_id in workers.successors) + num_leaving, "two processes for one worker id"
+        self.workers[command.worker_id, command.incarnation] = worker
         if command.incarnation > 1 and self.rng.random() < self.death_rate:
             self.later(self.rng.random(), lambda: self.die(worker))
         else:
@@ -183,8 +191,8 @@ class Simulation:
             self.later(delay_s, lambda: self.say(worker, msg.Ready(1, {"pid": 100 + command.incarnation, "length": 100})))
 
     def do_kill_worker(self, command: ev.KillWorker) -> None:
-        worker = self.workers.get(command.worker_id)
-        if worker is not None and worker.incarnation == command.incarnation:
+        worker = self.workers.get((command.worker_id, command.incarnation))
+        if worker is not None:
             worker.answering = False
             if self.rng.random() < 0.9:
                 self.later(self.rng.random() * 0.2, lambda: self.die(worker))
@@ -192,20 +200,38 @@ class Simulation:
                 self.later(30.0, lambda: self.die(worker))  # stuck in the kernel for a while
 
     def do_abandon_worker(self, command: ev.AbandonWorker) -> None:
-        worker = self.workers.get(command.worker_id)
-        if worker is not None and worker.incarnation == command.incarnation and worker.alive:
+        worker = self.workers.get((command.worker_id, command.incarnation))
+        if worker is not None and worker.alive:
             self.unended.append(worker)
 
     def do_send_fill(self, command: ev.SendFill) -> None:
-        worker = self.workers.get(command.worker_id)
-        if worker is not None and worker.incarnation == command.incarnation and worker.answering:
+        worker = self.workers.get((command.worker_id, command.incarnation))
+        if worker is not None and worker.answering:
             assert len(worker.queue) + (worker.running is not None) <= self.policy.prefetch_factor + 8
+            self.check_readers(worker, command.fill)
             worker.queue.append(command.fill)
             self.next_fill(worker)
 
+    def check_readers(self, worker: SimWorker, fill: msg.Fill) -> None:
+        """No two processes read one stream."""
+        if self.consumer(fill).session.streams is None:
+            return
+        stream = values.decode(fill.keys)[0]
+        for other in self.workers.values():
+            others = [*other.queue, *([other.running] if other.running else [])] if other.answering else []
+            if other is not worker:
+                same = [one for one in others if one.session_id == fill.session_id and values.decode(one.keys)[0] == stream]
+                assert not same, "two processes read one stream"
+
+    def do_stop_worker(self, command: ev.StopWorker) -> None:
+        worker = self.workers[command.worker_id, command.incarnation]
+        assert not worker.queue and worker.running is None, "stopped with work to do"
+        if self.rng.random() < 0.9:
+            self.later(self.rng.random() * 0.1, lambda: self.die(worker, 0))
+
     def do_send_cancel(self, command: ev.SendCancel) -> None:
-        worker = self.workers.get(command.worker_id)
-        if worker is None or worker.incarnation != command.incarnation or not worker.answering:
+        worker = self.workers.get((command.worker_id, command.incarnation))
+        if worker is None or not worker.answering:
             return
         if worker.kept.get(command.session_id) == command.batch_id:
             del worker.kept[command.session_id]
@@ -249,13 +275,26 @@ class Simulation:
 
     # --- workers --------------------------------------------------------------------------------------------------------
 
-    def observe(self, worker_id: int) -> ev.WorkerView | None:
-        worker = self.workers.get(worker_id)
+    def observe(self, worker_id: int, incarnation: int) -> ev.WorkerView | None:
+        worker = self.workers.get((worker_id, incarnation))
         if worker is None:
             return None
         if worker.running is None:
             return ev.WorkerView(-1, -1, 0.0, "idle")
-        return ev.WorkerView(worker.running.serial, 0, worker.began_s, "fetching", self.rng.random() < 0.8)
+        start, num_samples = self.place(worker.running)
+        fetching = self.rng.random() < 0.8
+        return ev.WorkerView(worker.running.serial, start, worker.began_s, "fetching", fetching, num_samples=num_samples)
+
+    def place(self, fill: msg.Fill) -> tuple[int, int]:
+        """Which samples of a Fill are being fetched: the first, and how many."""
+        if not self.consumer(fill).fetches_together:
+            return 0, 1
+        if not fill.cuts:
+            return 0, len(fill.keys) // 8 if fill.int_keys else 1
+        starts = np.frombuffer(fill.cuts, np.int64).tolist()
+        k = self.rng.randrange(len(starts))
+        assert starts == sorted(set(starts)) and starts[0] == 0
+        return starts[k], [*starts[1:], len(fill.keys) // 8][k] - starts[k]
 
     def say(self, worker: SimWorker, message: Any) -> None:
         if worker.answering and worker.alive:
@@ -269,7 +308,7 @@ class Simulation:
         self.write(fill, ("half", fill.serial))
         if self.rng.random() < 0.02:
             # The answer to an earlier use of this slot, come late: the slot is half written now.
-            late = msg.Filled(fill.serial, fill.generation - 1, 0, b"", b"", b"", 30, 30, 1, 10, 10)
+            late = msg.Filled(fill.serial, fill.generation - 1, 0, b"", b"", b"", 30, 30, 1, 10, 10, 0)
             self.later(0.0, lambda: self.say(worker, late))
         draw = self.rng.random()
         if draw < self.death_rate * 0.5:
@@ -311,7 +350,7 @@ class Simulation:
         else:
             if nbytes:
                 self.write(fill, ("batch", fill.session_id, fill.batch_id))
-            answer = msg.Filled(fill.serial, fill.generation, 0, b"", b"", b"", nbytes, nbytes, 1, 10, 10)
+            answer = msg.Filled(fill.serial, fill.generation, 0, b"", b"", b"", nbytes, nbytes, 1, 10, 10, 0)
         self.say(worker, answer)
         if worker.answering and self.rng.random() < self.death_rate * 0.2:
             self.die(worker)  # right after its answer
@@ -340,14 +379,16 @@ class Simulation:
             self.say(worker, msg.StreamState(fill.serial, fill.generation, b"after %d" % (number + 1)))
         return False
 
-    def die(self, worker: SimWorker) -> None:
+    def die(self, worker: SimWorker, returncode: int = -9) -> None:
         if not worker.alive:
             return
         if worker.running is not None:
             self.write(worker.running, ("torn", worker.running.serial))  # it was still writing
         worker.alive = worker.answering = False
         running = worker.running
-        death = ev.Death(-9, running.serial if running else -1, 0 if running and self.rng.random() < 0.8 else -1, "fetching")
+        start, num_samples = self.place(running) if running and self.rng.random() < 0.8 else (-1, 1)
+        serial, is_oom = running.serial if running else -1, self.rng.random() < 0.1
+        death = ev.Death(returncode, serial, start, "fetching", num_samples=num_samples, is_oom=is_oom)
         self.act(lambda: self.core.handle(ev.WorkerExited(worker.worker_id, worker.incarnation, death), self.now_s))
 
     # --- consumer -------------------------------------------------------------------------------------------------------
@@ -405,6 +446,7 @@ class SimConsumer:
         self.lengths = [sim.rng.randrange(0, num_batches + 1) for _ in range(sim.num_workers)]  # of streams
         self.saves = sim.rng.random() < 0.5
         self.broken: set[int] = set()
+        self.fetches_together = sim.rng.random() < 0.3 and session.streams is None
         self.delivered: list[int] = []
         self.num_pulled = 0
         self.done = False
@@ -473,14 +515,21 @@ class SimConsumer:
         else:
             if sim.core.is_starved(session) and sim.rng.random() < 0.5:
                 self.unstarve()
+                if self.done:
+                    return
             assert sim.now_s - self.since_s < 400, f"a consumer waited {sim.now_s - self.since_s:.0f} s"
             sim.later(0.1 + sim.rng.random(), self.wait)
 
     def unstarve(self) -> None:
         """The ring is full: the user is told and lets something go, or others free room."""
-        sim = self.sim
+        sim, session_has_streams = self.sim, self.session.streams is not None
         if sim.held:
             sim.release(sim.held[0])
+        elif session_has_streams and sim.now_s - self.since_s > 100:
+            # Two such sessions may hold all the memory there is with batches that would have to be read again: an error.
+            self.done = True
+            sim.act(lambda: sim.core.close_session(self.session.session_id))
+            return
         elif not any(other.num_pulled and not other.done for other in sim.sessions if other is not self):
             limit = sim.room // 2
             assert sim.core.room.refusal is not None

@@ -10,7 +10,7 @@ from ringloader._core.room import Room
 from ringloader._core.session import Batch, Session, pack_keys
 from ringloader._core.slots import SlotEvent, SlotState
 
-_FILLED = Filled(1, 1, 0, b"", b"", b"", 60, 60, 2, 0, 0)
+_FILLED = Filled(1, 1, 0, b"", b"", b"", 60, 60, 2, 0, 0, 0)
 
 
 def full_ring(*, in_order: bool) -> tuple[Room, Session, deque[ev.Command]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ringloader._core.messages import Filled
 from ringloader._core.session import BatchState, Session, pack_keys, unpack_keys
 
-_FILLED = Filled(1, 1, 0, b"", b"", b"", 10, 10, 2, 0, 0)
+_FILLED = Filled(1, 1, 0, b"", b"", b"", 10, 10, 2, 0, 0, 0)
 
 
 def session(num_batches: int, *, in_order: bool = True) -> Session:
@@ -68,7 +68,7 @@ def test_leave_out_skips_or_replaces_within_the_batch() -> None:
     assert not skipping.leave_out(skipping.batches[0], 0, replace=False)
     assert replacing.leave_out(replacing.batches[0], 1, replace=True)
     assert replacing.batches[0].key_list() == [0, 0]
-    assert replacing.skipped == [1]
+    assert list(replacing.skipped) == [1]
 
 
 def test_keys_travel_as_they_are() -> None:

@@ -10,7 +10,7 @@ from ringloader._core.policy import FaultPolicy, PoolPolicy
 from ringloader._core.workers import Workers, WorkerState
 from ringloader.errors import ConfigError
 
-_FILL = Fill(0, 0, 7, 0, 1, 0, 0, 64, 0, 0, True, b"", [])
+_FILL = Fill(0, 0, 7, 0, 1, 0, 0, 64, 0, 0, True, b"", b"", [])
 
 
 def pool(timeout_s: float | None = None, **faults: object) -> Workers:

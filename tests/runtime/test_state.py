@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler
 from torch.utils.data import RandomSampler as TorchRandomSampler
 
 from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader, RandomSampler, SampleError
+from ringloader._core.bad_samples import BadSamples
 from ringloader._core.session import BatchState
 from ringloader._runtime import cuda
 from tests.runtime import determinism_datasets as drawing
@@ -570,7 +571,7 @@ def test_resumption_survives_an_interrupt_of_iter(monkeypatch: pytest.MonkeyPatc
 def test_skipped_keys_are_counted_on_and_named_shortly() -> None:
     """More than are named, over two resumptions; long and odd keys do not swell the state."""
     with make() as loader:
-        loader._skipped = [("a" * 1000, number) for number in range(30)]
+        loader._skipped = BadSamples(("a" * 1000, number) for number in range(30))
         state = json.loads(json.dumps(loader.state_dict()))
         assert len(json.dumps(state)) < 1500
         assert (state["num_skipped"], len(state["skipped"])) == (30, 16)

@@ -31,7 +31,7 @@ class Calls:
         call = msg.Call(call_id, method, arguments)
         self.recorded.append(call)
         self._answers[call_id] = {}
-        for worker in self._workers.all:
+        for worker in self._workers.everyone():
             if worker.state is WorkerState.RUNNING:
                 self._outbox.append(ev.SendCall(worker.worker_id, worker.incarnation, call))
         return call_id

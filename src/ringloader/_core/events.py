@@ -21,7 +21,10 @@ class Keys:
 
 @record
 class Death:
-    """How a worker ended, in facts. `returncode` None: the status could not be had. `serial` -1: no Fill was in progress."""
+    """How a worker ended, in facts. `returncode` None: the status could not be had. `serial` -1: no Fill was in progress.
+
+    `sample`: the first of `num_samples` places that were being fetched in one call, -1: none was.
+    """
 
     returncode: int | None
     serial: int = -1
@@ -29,6 +32,9 @@ class Death:
     stage: str = ""
     trace: str = ""
     reason: str = ""  # why the process could not even be started
+    num_samples: int = 1
+    cause: str = ""  # what is likely to have ended it, in words
+    is_oom: bool = False  # the kernel ended it for want of memory
 
 
 @record
@@ -104,6 +110,14 @@ class KillWorker:
 
 
 @record
+class StopWorker:
+    """Have a worker leave: its successor has taken over, and it has nothing left to do."""
+
+    worker_id: int
+    incarnation: int
+
+
+@record
 class AbandonWorker:
     """Stop waiting for a process that cannot be reaped."""
 
@@ -161,13 +175,24 @@ class DropSession:
 
 @record
 class Warn:
-    """Tell the user, now, through the log."""
+    """Tell the user, now, through the log. `is_fault`: it is a warning, else a piece of information."""
 
     text: str
+    is_fault: bool = True
 
 
 Command = (
-    StartWorker | KillWorker | AbandonWorker | SendFill | SendCall | SendCancel | AddSegment | DropSegment | DropSession | Warn
+    StartWorker
+    | KillWorker
+    | StopWorker
+    | AbandonWorker
+    | SendFill
+    | SendCall
+    | SendCancel
+    | AddSegment
+    | DropSegment
+    | DropSession
+    | Warn
 )
 
 
@@ -175,7 +200,8 @@ Command = (
 class WorkerView:
     """What a worker's status page says: the Fill in progress (-1: none), its sample, when it began, and the stage in words.
 
-    is_fetching: samples are fetched one by one, so `sample` is to blame for what happens. trace: its stack, once it was taken.
+    is_fetching: `num_samples` samples from `sample` on are fetched in one call, and to blame for what happens. trace: its
+    stack, once it was taken. private_nbytes: memory that is its own, 0 where that is not known.
     """
 
     serial: int
@@ -184,3 +210,10 @@ class WorkerView:
     stage: str
     is_fetching: bool = False
     trace: str = ""
+    num_samples: int = 1
+    private_nbytes: int = 0
+
+    @property
+    def blamed(self) -> int:
+        """The first place that is to blame for what happens now, -1: none."""
+        return self.sample if self.is_fetching else -1

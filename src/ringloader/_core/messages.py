@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ringloader._core.records import record
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NO_SLOT = -1
 
 
@@ -49,7 +49,8 @@ class Fill:
 
     `keys` is packed int64 when `int_keys`, else a coded list: for an iterable dataset stream, number, and the number and state
     from which to read on (-1: none). `position` is the global position of the batch's first sample in the epoch's permutation:
-    the key of every random draw. `slot_id` is -1 when the size is not known yet.
+    the key of every random draw. `slot_id` is -1 when the size is not known yet. `cuts` (packed int64, mostly empty) are the
+    places at which a dataset that fetches many samples in one call is to be called anew.
     """
 
     session_id: int
@@ -64,6 +65,7 @@ class Fill:
     position: int
     int_keys: bool
     keys: bytes
+    cuts: bytes
     attach: list[list[int]]
 
 
@@ -121,7 +123,8 @@ class Stop:
 class Filled:
     """A batch lies in its slot. `layout` is the definition the first time this incarnation uses `layout_id`, else empty.
 
-    `shapes` is packed int64, leaf after leaf; `inline` the values that cannot live in a slot.
+    `shapes` is packed int64, leaf after leaf; `inline` the values that cannot live in a slot. `num_retried`: fetches that
+    failed and were tried again.
     """
 
     serial: int
@@ -135,6 +138,7 @@ class Filled:
     num_samples: int
     fetch_ns: int
     collate_ns: int
+    num_retried: int
 
 
 @record

@@ -16,6 +16,34 @@ UNREAPED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class SampleRetry:
+    """Fetch a sample again when the dataset raised one of `on`, up to `times` times, for faults that pass by themselves.
+
+    backoff_s: wait before the first of these, doubling; it counts as time spent on the batch (`timeout`). The sample is fetched
+    with the draws of the first time. Where the dataset fetches a batch in one call, the call is repeated. Not for iterable
+    datasets: an iterator that raised has ended.
+
+    Raises ConfigError for a value that cannot be.
+    """
+
+    times: int = 3
+    on: type[Exception] | tuple[type[Exception], ...] = (OSError,)
+    backoff_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_count("SampleRetry.times", self.times, least=1)
+        check_duration("SampleRetry.backoff_s", self.backoff_s)
+        kinds = self.on if isinstance(self.on, tuple) else (self.on,)
+        if not kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
+            raise ConfigError(
+                f"SampleRetry.on is {self.on!r:.100}; give a subclass of Exception, or a tuple of such",
+                option="SampleRetry.on",
+                value=self.on,
+            )
+        object.__setattr__(self, "on", kinds)
+
+
+@dataclass(frozen=True, slots=True)
 class FaultPolicy:
     """How faults are met. Durations in seconds.
 
@@ -23,7 +51,10 @@ class FaultPolicy:
     of several restarts with no batch made in between, doubling to `max_backoff_s`. stall_s: no progress within one sample.
     None: no limit. start_timeout_s: for import, build and init together. sample_deaths: deaths during one sample until it
     counts as bad. on_bad_sample: "raise"; "skip" leaves it out; "replace" puts another sample of the same batch in its place,
-    or of the batch before.
+    or of the batch before. retry: fetch a sample again that raised, before it counts as bad.
+
+    Worker processes are replaced, between batches and by a successor that is started first, when they have more private memory
+    than `max_worker_rss` bytes (RssAnon, proc(5): shared pages do not count), or have made `max_batches_per_worker` batches.
 
     Raises ConfigError for a value that cannot be.
     """
@@ -36,6 +67,9 @@ class FaultPolicy:
     start_timeout_s: float | None = None
     sample_deaths: int = 3
     on_bad_sample: str = "raise"
+    retry: SampleRetry | None = None
+    max_worker_rss: int | None = None
+    max_batches_per_worker: int | None = None
 
     def __post_init__(self) -> None:
         check_count("faults.restarts", self.restarts, least=0)
@@ -45,6 +79,13 @@ class FaultPolicy:
         for name in ("stall_s", "start_timeout_s"):
             if getattr(self, name) is not None:
                 check_duration(f"faults.{name}", getattr(self, name), positive=True)
+        for name, least in (("max_worker_rss", 1 << 20), ("max_batches_per_worker", 1)):
+            if getattr(self, name) is not None:
+                check_count(f"faults.{name}", getattr(self, name), least=least)
+        if self.retry is not None and not isinstance(self.retry, SampleRetry):
+            raise ConfigError(
+                f"faults.retry is {self.retry!r:.100}; give a SampleRetry or None", option="faults.retry", value=self.retry
+            )
         if self.on_bad_sample not in ON_BAD_SAMPLE:
             choices = ", ".join(map(repr, ON_BAD_SAMPLE))
             raise ConfigError(
@@ -53,13 +94,19 @@ class FaultPolicy:
                 value=self.on_bad_sample,
             )
 
+    @property
+    def recycles(self) -> bool:
+        """Healthy workers are to be replaced."""
+        return self.max_worker_rss is not None or self.max_batches_per_worker is not None
+
 
 @dataclass(frozen=True, slots=True)
 class PoolPolicy:
     """The checked options a pool runs by; `num_workers` at least 1 (inline counts as one).
 
     num_copied: slots that copies to a device may be reading at any time. unreaped_s: how long a worker that was killed may take
-    to end before the run goes on without it and its slots; 0 where nothing can be killed.
+    to end before the run goes on without it and its slots; 0 where nothing can be killed. recycles: a healthy worker can be
+    replaced by another.
     """
 
     num_workers: int
@@ -68,6 +115,7 @@ class PoolPolicy:
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     num_copied: int = 0
     unreaped_s: float = UNREAPED_S
+    recycles: bool = True
 
     @property
     def num_in_flight(self) -> int:

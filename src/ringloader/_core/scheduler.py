@@ -26,7 +26,7 @@ from ringloader._core.policy import PoolPolicy
 from ringloader._core.room import Room, writer_mark
 from ringloader._core.session import Batch, BatchState, Fault, Session
 from ringloader._core.slots import SlotEvent, SlotState, Survivors
-from ringloader._core.supervision import Supervision
+from ringloader._core.supervision import Observe, Supervision
 from ringloader._core.workers import Worker, WorkerState
 from ringloader.errors import InternalError
 
@@ -43,6 +43,7 @@ class Scheduler:
         self.supervision = Supervision(policy, self.sessions, self.room, self.outbox)
         self.workers = self.supervision.workers
         self.num_stale = 0
+        self.num_retried = 0
         self._usual_nbytes: int | None = None  # the slot size that the last session had learned; the next begins with it
         self._next_serial = 1
         self._on_fact: dict[type, Callable[[Any], None]] = {
@@ -69,7 +70,7 @@ class Scheduler:
 
     def stop(self) -> None:
         """No worker is to be started or asked any more."""
-        for worker in self.workers.all:
+        for worker in self.workers.everyone():
             worker.state = WorkerState.STOPPED
         self.outbox.clear()
 
@@ -99,7 +100,10 @@ class Scheduler:
 
     def submit(self, session_id: int, batch_id: int, keys: ev.Keys) -> None:
         """The sampler gave the next batch."""
-        self.sessions[session_id].submit(batch_id, keys)
+        session = self.sessions[session_id]
+        batch = session.submit(batch_id, keys)
+        if batch is not None and self.supervision.blame.deadly:
+            self.supervision.blame.meet(session, batch)
 
     def hand_over(self, session: Session, batch: Batch) -> None:
         """The user gets the batch: its slot is leased until `SlotReleased`."""
@@ -136,10 +140,10 @@ class Scheduler:
         else:
             self.supervision.broken(ev.WorkerBroken(worker_id, incarnation, f"sent a {kind.__name__} message"), now_s)
 
-    def tick(self, now_s: float, observe: Callable[[int], ev.WorkerView | None]) -> None:
+    def tick(self, now_s: float, observe: Observe) -> None:
         """Judge deadlines. Call only after every socket was drained: an answer already sent counts."""
         self.workers.look(now_s)
-        for worker in self.workers.all:
+        for worker in self.workers.everyone():
             self.supervision.look_at(worker, observe, now_s)
         self.workers.plan_look(now_s)
 
@@ -168,6 +172,7 @@ class Scheduler:
         self.room.restart(Survivors(leased, copied, written, writers, segment_ids))
         for session in self.sessions.values():
             session.restart()
+        self.workers.forget_others()
         for worker in self.workers.all:
             worker.fills.clear()
             if worker.state not in (WorkerState.GIVEN_UP, WorkerState.STOPPED):
@@ -179,6 +184,7 @@ class Scheduler:
 
         Call after telling facts and before carrying out the outbox; once for any number of facts.
         """
+        self.supervision.recycling.settle(now_s)
         sessions = [session for session in self.sessions.values() if session.oldest_waiting() is not None]
         if len(sessions) > 1:
             sessions.sort(key=lambda session: (session.is_early, not session.awaited, session.busy_ns))
@@ -213,7 +219,7 @@ class Scheduler:
         """Raise InternalError when an invariant is broken; for tests and debugging."""
         self.slots.check()
         filling = {s.slot_id for s in self.slots.by_id.values() if s.state in (SlotState.FILLING, SlotState.QUARANTINED)}
-        named = [fill.slot_id for w in self.workers.all for _, fill in w.fills.values() if fill.slot_id != msg.NO_SLOT]
+        named = [fill.slot_id for w in self.workers.everyone() for _, fill in w.fills.values() if fill.slot_id != msg.NO_SLOT]
         quarantined = {s.slot_id for s in self.slots.by_id.values() if s.state is SlotState.QUARANTINED}
         if len(named) != len(set(named)) or set(named) != filling - quarantined:
             raise InternalError(f"slots {sorted(filling)} are being filled, workers hold {sorted(named)}")
@@ -240,6 +246,7 @@ class Scheduler:
 
     def _on_filled(self, worker: Worker, message: msg.Filled, fill: msg.Fill, batch: Batch | None) -> None:
         worker.num_filled += 1
+        self.supervision.recycling.made(worker)
         if batch is None:
             self.num_stale += 1
             self.room.take_back(fill)
@@ -256,6 +263,7 @@ class Scheduler:
             session.streams.made(batch.stream, batch.number)
         self.slots.learn(message.nbytes)
         session.busy_ns += message.fetch_ns + message.collate_ns
+        self.num_retried += message.num_retried
         session.ready(batch, message)
 
     def _on_need_room(self, worker: Worker, message: msg.NeedRoom, fill: msg.Fill, batch: Batch | None) -> None:
@@ -422,6 +430,7 @@ class Scheduler:
             keys.position,
             keys.int_keys,
             packed,
+            batch.cuts,
             [],
         )
         batch.state, batch.serial, batch.slot_id = BatchState.ISSUED, serial, fill.slot_id

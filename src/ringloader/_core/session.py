@@ -10,12 +10,14 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ringloader._core import values
+from ringloader._core.bad_samples import BadSamples
 from ringloader._core.events import Keys
 from ringloader._core.messages import NO_SLOT, Failed, Filled
 from ringloader._core.streams import Streams
@@ -37,13 +39,14 @@ _WAITING, _DONE = BatchState.WAITING, (BatchState.READY, BatchState.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a batch cannot be handed over: a worker's `Failed` (its kind), or deaths (kind "deaths")."""
+    """Why a batch cannot be handed over: a worker's `Failed` (its kind), or deaths (kind "deaths"), the last one's facts."""
 
     kind: str
     sample: int
     worker_id: int
     failed: Failed | None = None
     text: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -64,6 +67,9 @@ class Batch:
     fault: Fault | None = None
     deaths: dict[int, int] = field(default_factory=dict)
     charged: dict[int, list[int]] = field(default_factory=dict)  # sample → ids of the workers that died of it
+    num_range_deaths: int = 0  # in calls for several samples
+    suspect: tuple[int, int] | None = None  # the places that were fetched in the last such call, first and behind the last
+    cuts: bytes = b""  # places at which such calls are to begin, packed int64
     last_exit: str = ""
     num_refused: int = 0  # by the device it was to be copied to
     stream: int = -1  # of an iterable dataset
@@ -73,6 +79,11 @@ class Batch:
         """Forget what was made; the keys stay."""
         self.state, self.serial, self.slot_id = BatchState.WAITING, -1, NO_SLOT
         self.filled = self.fault = None
+
+    @property
+    def num_keys(self) -> int:
+        """Samples of the batch."""
+        return len(self.keys.packed) // 8 if self.keys.int_keys else len(self.key_list())
 
     def key_list(self) -> list[object]:
         """The keys as Python values; samples of a stream have none."""
@@ -111,26 +122,27 @@ class Session:
         self.has_collected = False  # garbage was collected for want of a slot
         self.starved = False  # the oldest missing batch cannot get a slot before the user lets one go
         self.busy_ns = 0
-        self.skipped: list[object] = []
+        self.skipped = BadSamples()
         self._sizes: deque[int] = deque(maxlen=_RECENT_BATCHES)
         self._waiting: list[int] = []
         self._ready: list[int] = []  # in the order of completion, for in_order=False
 
-    def submit(self, batch_id: int, keys: Keys) -> None:
-        """Take in the next batch; a second time for the same id changes nothing."""
+    def submit(self, batch_id: int, keys: Keys) -> Batch | None:
+        """Take in the next batch and return it; a second time for the same id changes nothing."""
         if batch_id != self.num_submitted:
-            return
+            return None
         batch = Batch(batch_id, keys, self._last_keys)
         if self.streams is not None:
             batch.stream, batch.number = self.streams.of(keys)
             if self.streams.is_gone(batch.stream, batch.number):
                 self.num_gone += 1
                 self.num_submitted = batch_id + 1
-                return
+                return None
         self.batches[batch_id] = batch
         self._last_keys = keys
         heapq.heappush(self._waiting, batch_id)
         self.num_submitted = batch_id + 1
+        return batch
 
     def oldest_waiting(self) -> Batch | None:
         """The batch to issue next: re-issues come before new ones, being older."""
@@ -280,12 +292,12 @@ class Session:
             others = [key for key in unpack_keys(batch.previous) if key != bad and key not in self.skipped]
         if not others:
             return False
-        if bad not in self.skipped:
-            self.skipped.append(bad)
+        self.skipped.add(bad)
         changed = [others[sample % len(others)] if key == bad else key for key in keys] if replace else others
         batch.keys = pack_keys(changed, batch.keys.position)
         batch.deaths.clear()
         batch.charged.clear()
+        batch.num_range_deaths, batch.suspect, batch.cuts = 0, None, b""
         self.wait(batch)
         return True
 

@@ -8,7 +8,7 @@ together: what has been consumed is a prefix of it, so another number of workers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ringloader.errors import ConfigError
@@ -26,7 +26,8 @@ class State:
     how many keys, or batches of a `batch_sampler`, were taken from it. above: batches beyond that which were handed over, too,
     counted from there (`in_order=False`); they bind `batch_size`, `rank` and `world_size`. rank: only with `above`, else -1,
     for the state is every rank's. size: samples of the dataset, -1: unknown. order: what the epoch's order is, and a digest of
-    it. sampler: the sampler's own state, None if it has none.
+    it. sampler: the sampler's own state, None if it has none. skipped, deadly: the last samples that were left out, and that
+    ended workers.
     """
 
     epoch: int
@@ -42,6 +43,7 @@ class State:
     sampler: Any
     num_skipped: int
     skipped: list[Any]
+    deadly: list[Any] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self)}
@@ -53,7 +55,8 @@ class State:
             raise _refused(f"is a {type(given).__qualname__}; give what state_dict() returned", given)
         if given.get("version") != VERSION or type(given["version"]) is not int:
             raise _refused(f"has version {given.get('version')!r}, this release reads {VERSION}", given.get("version"))
-        names = [field.name for field in fields(cls)]
+        given = {"deadly": [], **given}  # earlier releases did not have it
+        names = [one.name for one in fields(cls)]
         missing = sorted({*names} - {*given})
         if missing:
             raise _refused(f"lacks {', '.join(missing)}; give what state_dict() returned", missing)
@@ -64,7 +67,7 @@ class State:
         for name in ("order", "fingerprint"):
             if type(values[name]) is not str:
                 raise _refused(f"has {name}={values[name]!r:.100}, which is no text", values[name])
-        for name in ("above", "skipped"):
+        for name in ("above", "skipped", "deadly"):
             if not isinstance(values[name], (list, tuple)):
                 raise _refused(f"has {name}={values[name]!r:.100}, which is no list", values[name])
             values[name] = list(values[name])

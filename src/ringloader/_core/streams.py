@@ -67,6 +67,11 @@ class Streams:
         return stream, number
 
     @property
+    def are_saved(self) -> bool:
+        """The dataset saves its state, or nothing was read yet."""
+        return any(self._states.values()) or not self.num_made
+
+    @property
     def are_over(self) -> bool:
         """Every stream has ended."""
         return len(self.ends) == self.num_streams

@@ -1,8 +1,9 @@
 """Supervision: starts, deaths and time limits of workers, and what follows for their batches.
 
-Owns the way from a fact (a process is gone, a deadline has passed, a message made no sense) to a replacement, a bad sample or a
-worker given up, and the sentences that tell of it. Slots of a worker that was killed stay its own until it is reaped, because
-it may still be inside a memcpy. Must not look at a clock or a process.
+Owns the way from a fact (a process is gone, a deadline has passed, a message made no sense) to a replacement or a worker given
+up, and the sentences that tell of it; whose fault a death was is blame.py's, healthy workers are replaced by recycling.py. Slots of a
+worker that was killed stay its own until it is reaped, because it may still be inside a memcpy. Must not look at a clock or a
+process.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from typing import Any
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
+from ringloader._core.blame import Blame
 from ringloader._core.calls import Calls
 from ringloader._core.policy import PoolPolicy
+from ringloader._core.recycling import Recycling
 from ringloader._core.room import Room
-from ringloader._core.session import Batch, Fault, Session
+from ringloader._core.session import Batch, Session
 from ringloader._core.units import counted
-from ringloader._core.workers import Worker, Workers, WorkerState
+from ringloader._core.workers import STOP_S, Worker, Workers, WorkerState
+
+Observe = Callable[[int, int], ev.WorkerView | None]  # worker id and incarnation →
 
 
 class Supervision:
@@ -29,6 +34,8 @@ class Supervision:
         self.policy = policy
         self.workers = Workers(policy)
         self.calls = Calls(self.workers, outbox)
+        self.blame = Blame(policy.faults, self.workers, room)
+        self.recycling = Recycling(policy, self.workers, sessions, outbox)
         self.dataset_facts: dict[str, Any] | None = None
         self.start_fault: msg.StartFailed | None = None  # no worker could start: nothing will ever come
         self.mismatch: str | None = None  # workers built different datasets
@@ -40,7 +47,7 @@ class Supervision:
     @property
     def is_lost(self) -> bool:
         """No worker is left."""
-        return all(worker.state is WorkerState.GIVEN_UP for worker in self.workers.all)
+        return self.workers.are_lost
 
     def start(self, worker: Worker, now_s: float) -> None:
         """Have the next incarnation of a worker started."""
@@ -77,6 +84,9 @@ class Supervision:
         if event.death.reason:
             worker.kill_reason = f"it could not be started: {event.death.reason}"
         story = _story(worker, event.death)
+        if worker is self.workers.successors.get(worker.worker_id):
+            self.recycling.failed(worker, story, now_s)
+            return
         blamed = self._requeue(worker, event.death, story)
         if self.start_fault is not None and worker.incarnation == 1 and not worker.num_filled:
             worker.state = WorkerState.GIVEN_UP
@@ -84,17 +94,35 @@ class Supervision:
         self._bury(worker, event.death, story, blamed, now_s)
 
     def _bury(self, worker: Worker, death: ev.Death, story: str, blamed: tuple[Session, Batch] | None, now_s: float) -> None:
-        """Charge a worker's end to it, and to the sample in progress, and say so."""
+        """Charge a worker's end to it, and to what was being fetched, and say so."""
+        if worker.is_told:
+            self.workers.retiring.remove(worker)
+            if worker.kill_reason:
+                self._outbox.append(ev.Warn(story))
+            return  # as it was to
+        is_present = self.workers.all[worker.worker_id] is worker
+        facts = {"who": worker.who, "incarnation": worker.incarnation, "returncode": death.returncode, "trace": death.trace}
         worker.who = "ended"
-        restarts = self.workers.died(worker, now_s)
+        restarts = self.workers.died(worker, now_s, is_oom=death.is_oom)
         if blamed is not None:
             story += _scene(blamed[1], death)
-        if blamed is not None and death.sample >= 0:
-            restarts = self._blame(worker, *blamed, death.sample, story, restarts=restarts)
+            restarts = self.blame.charge(worker, *blamed, death, story, facts, restarts=restarts)
         if blamed is not None and blamed[0].streams is not None and not (self.dataset_facts or {}).get("can_replay", True):
             story += "; its stream cannot be read again (can_replay), so what was read and not delivered is lost: at most once"
-        self._tell_death(worker, story, death, restarts=restarts)
+        self._tell_death(worker, story, death, restarts=restarts or not is_present)
+        if not is_present:
+            self.workers.retiring.remove(worker)
+        elif worker.worker_id in self.workers.successors:
+            self._succeed(worker, now_s)
         self.workers.plan_look(now_s)
+
+    def _succeed(self, worker: Worker, now_s: float) -> None:
+        """A worker has died whose successor is there already, or being started."""
+        successor = self.workers.successors[worker.worker_id]
+        if worker.state is WorkerState.GIVEN_UP:
+            self._kill(successor, "the worker that it was to replace was given up", now_s, dump=False)
+        else:
+            self.workers.promote(successor)
 
     def _requeue(self, worker: Worker, death: ev.Death, story: str) -> tuple[Session, Batch] | None:
         """Take back every Fill of a dead worker; return the batch in progress."""
@@ -111,30 +139,13 @@ class Supervision:
             if serial == death.serial:
                 blamed = (session, batch)
         worker.fills.clear()
+        if self.workers.all[worker.worker_id] is not worker:
+            return blamed
         for session in self._sessions.values():
             for batch in session.batches.values():
                 if batch.sticky_worker == worker.worker_id:
                     batch.sticky_worker = -1
         return blamed
-
-    def _blame(self, worker: Worker, session: Session, batch: Batch, sample: int, story: str, *, restarts: bool) -> bool:
-        """Count a death against the sample in progress; after too many the sample is bad. Returns whether a restart is due."""
-        faults = self.policy.faults
-        batch.deaths[sample] = batch.deaths.get(sample, 0) + 1
-        charged = batch.charged.setdefault(sample, [])
-        charged.append(worker.worker_id)
-        is_bad = batch.deaths[sample] >= faults.sample_deaths
-        may_leave_out = is_bad and faults.on_bad_sample != "raise"
-        if may_leave_out and session.leave_out(batch, sample, replace=faults.on_bad_sample == "replace"):
-            for worker_id in charged:
-                self.workers.refund(self.workers.all[worker_id])
-            worker.state = WorkerState.BACKOFF
-            return True
-        if is_bad or self.is_lost:
-            session.fail(batch, Fault("deaths", sample, worker.worker_id, None, story))
-            if session.streams is not None:
-                self._room.end_stream(session, batch.stream, batch.number + 1)  # beyond the sample that kills nobody can read
-        return restarts
 
     def _tell_death(self, worker: Worker, story: str, death: ev.Death, *, restarts: bool) -> None:
         faults = self.policy.faults
@@ -154,24 +165,29 @@ class Supervision:
         if worker is not None and worker.state in (WorkerState.STARTING, WorkerState.RUNNING):
             self._kill(worker, f"it broke the protocol: {event.reason}", now_s, dump=False)
 
-    def look_at(self, worker: Worker, observe: Callable[[int], ev.WorkerView | None], now_s: float) -> None:
+    def look_at(self, worker: Worker, observe: Observe, now_s: float) -> None:
         """Judge one worker's deadlines."""
         if worker.state is WorkerState.BACKOFF and now_s >= worker.since_s:
             self.start(worker, now_s)
         elif worker.state is WorkerState.KILLED and now_s >= worker.since_s + self.policy.unreaped_s:
-            self._abandon(worker, observe(worker.worker_id), now_s)
+            self._abandon(worker, observe(worker.worker_id, worker.incarnation), now_s)
         elif worker.state is WorkerState.STARTING and self.workers.start_overdue(worker, now_s):
-            view = observe(worker.worker_id)
+            view = observe(worker.worker_id, worker.incarnation)
             stage = view.stage if view is not None else "starting"
             limit_s = self.policy.faults.start_timeout_s
             self._kill(
                 worker, f"it was not ready after {limit_s:g} s (faults.start_timeout_s), stage: {stage}", now_s, dump=True
             )
-        elif worker.state is WorkerState.RUNNING and worker.fills:
-            view = observe(worker.worker_id)
+        elif worker.is_told:
+            if now_s >= worker.since_s + STOP_S:
+                self._kill(worker, f"it did not leave within {STOP_S:g} s of being told to", now_s, dump=True)
+        elif worker.state in (WorkerState.RUNNING, WorkerState.RETIRING) and worker.fills:
+            view = observe(worker.worker_id, worker.incarnation)
             reason = self.workers.overdue(worker, view, now_s) if view is not None else None
             if reason is not None:
                 self._kill(worker, reason, now_s, dump=True)
+            else:
+                self.recycling.look_at(worker, view)
 
     def _kill(self, worker: Worker, reason: str, now_s: float, *, dump: bool) -> None:
         worker.state, worker.since_s, worker.kill_reason = WorkerState.KILLED, now_s, reason
@@ -186,10 +202,13 @@ class Supervision:
         )
         death = ev.Death(None)
         if view is not None:
-            death = ev.Death(None, view.serial, view.sample if view.is_fetching else -1, view.stage, view.trace)
+            death = ev.Death(None, view.serial, view.blamed, view.stage, view.trace, num_samples=view.num_samples)
         self._room.quarantine(worker.worker_id, worker.incarnation, [fill for _, fill in worker.fills.values()])
         blamed = self._requeue(worker, death, story)
         self._outbox.append(ev.AbandonWorker(worker.worker_id, worker.incarnation))
+        if worker is self.workers.successors.get(worker.worker_id):
+            self.recycling.failed(worker, story, now_s)
+            return
         self._bury(worker, death, story, blamed, now_s)
 
     def _compare(self, worker: Worker, facts: dict[str, Any]) -> None:
@@ -221,29 +240,33 @@ def _story(worker: Worker, death: ev.Death) -> str:
         return (
             f"{who} was killed: {worker.kill_reason}" if worker.state is WorkerState.KILLED else f"{who}: {worker.kill_reason}"
         )
-    return f"{who} {describe_exit(death.returncode)}"
+    return f"{who} {describe_exit(death.returncode, death.cause)}"
 
 
 def _scene(batch: Batch, death: ev.Death) -> str:
     """What the worker was doing."""
     keys = batch.key_list()
-    sample = f" sample {keys[death.sample]!r} of" if 0 <= death.sample < len(keys) else ""
+    last = death.sample + death.num_samples - 1
+    if not 0 <= death.sample <= last < len(keys):
+        sample = ""
+    elif death.num_samples > 1:
+        sample = f" {death.num_samples} samples ({keys[death.sample]!r} to {keys[last]!r}) of"
+    else:
+        sample = f" sample {keys[death.sample]!r} of"
     return f" while {death.stage}{sample} batch {batch.batch_id}"
 
 
-def describe_exit(returncode: int | None) -> str:
-    """Return how a process ended, e.g. "was killed by SIGKILL (out of memory?)"."""
+def describe_exit(returncode: int | None, cause: str = "") -> str:
+    """Return how a process ended and why, e.g. "was killed by SIGSEGV (a fault in a compiled extension)"."""
     if returncode is None:
         return "ended with an unknown status"
-    if returncode >= 0:
-        return f"exited with code {returncode}"
+    how = f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal_name(-returncode)}"
+    return f"{how} ({cause})" if cause else how
+
+
+def signal_name(number: int) -> str:
+    """Return e.g. "SIGKILL"."""
     try:
-        name = signal.Signals(-returncode).name
+        return signal.Signals(number).name
     except ValueError:
-        name = f"signal {-returncode}"
-    hints = {
-        signal.SIGKILL: " (the kernel's out-of-memory killer sends it; look at dmesg and the memory limit)",
-        signal.SIGBUS: " (a memory-mapped file that was truncated, or a full disk under it)",
-        signal.SIGSEGV: " (a fault in a compiled extension)",
-    }
-    return f"was killed by {name}{hints.get(-returncode, '')}"  # type: ignore[call-overload]
+        return f"signal {number}"

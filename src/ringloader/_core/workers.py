@@ -7,6 +7,7 @@ status page, and never for time in which this process itself did not run. Must n
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -17,6 +18,10 @@ from ringloader._core.policy import PoolPolicy
 # The watcher looks at this interval when nothing else is due; a look that comes this much late means we did not run.
 LOOK_S = 1.0
 _LATE_S = 0.3
+# Deaths for want of memory within this time of each other have one cause.
+_SAME_OOM_S = 1.0
+# Until a worker that was told to stop, because its successor is there, is killed.
+STOP_S = 10.0
 
 
 class WorkerState(enum.Enum):
@@ -26,6 +31,7 @@ class WorkerState(enum.Enum):
     BACKOFF = "backoff"
     GIVEN_UP = "given up"
     STOPPED = "stopped"
+    RETIRING = "retiring"  # its successor has taken over; it finishes what it was given
 
 
 @dataclass(slots=True)
@@ -47,9 +53,14 @@ class Worker:
     excused_s: float = 0.0  # time of the present batch in which we did not run
     who: str = "not started"  # its name for the operating system, "pid 123"
     is_learning: bool = False  # its Fill has no slot; a Fill behind it would come before the answer to its NeedRoom
+    due: str = ""  # why it is to give way to a successor
+    is_draining: bool = False  # it is given no more batches
+    is_told: bool = False  # to stop
+    spared_until_s: float = 0.0  # before which no successor is started
+    num_spared: int = 0
 
     def is_available(self, limit: int) -> bool:
-        return self.state is WorkerState.RUNNING and len(self.fills) < limit and not self.is_learning
+        return self.state is WorkerState.RUNNING and len(self.fills) < limit and not (self.is_learning or self.is_draining)
 
 
 class Workers:
@@ -58,13 +69,36 @@ class Workers:
     def __init__(self, policy: PoolPolicy) -> None:
         self.policy = policy
         self.all = [Worker(worker_id) for worker_id in range(policy.num_workers)]
+        self.successors: dict[int, Worker] = {}  # by worker id: started, to take that one's place
+        self.retiring: list[Worker] = []  # whose place was taken
+        self._num_starts = [0] * policy.num_workers
+        self._oom_s = -math.inf  # when the kernel last ended one for want of memory
         self.look_at_s: float | None = None
         self._late_s = 0.0  # by how much the present look came too late, because this process did not run
 
     def get(self, worker_id: int, incarnation: int) -> Worker | None:
-        """The worker, if that incarnation is the present one."""
+        """The worker, if that incarnation is there."""
         worker = self.all[worker_id]
-        return worker if worker.incarnation == incarnation else None
+        if worker.incarnation == incarnation:
+            return worker
+        others = (one for one in self.everyone() if one.worker_id == worker_id and one.incarnation == incarnation)
+        return next(others, None)
+
+    def everyone(self) -> list[Worker]:
+        """Every incarnation that is there: workers, their successors, and those whose place was taken."""
+        return [*self.all, *self.successors.values(), *self.retiring]
+
+    def promote(self, successor: Worker) -> None:
+        """A successor becomes the worker of its id, with the history of the one before."""
+        worker = self.all[successor.worker_id]
+        successor.deaths, successor.num_restarts = worker.deaths, worker.num_restarts
+        self.all[successor.worker_id] = successor
+        self.successors.pop(successor.worker_id, None)
+
+    def forget_others(self) -> None:
+        """No successor is there any more, nor anybody whose place was taken."""
+        self.successors.clear()
+        self.retiring.clear()
 
     def least_loaded(self) -> Worker | None:
         """The running worker with the fewest Fills and room for one more."""
@@ -76,17 +110,26 @@ class Workers:
 
     def start(self, worker: Worker, now_s: float) -> int:
         """Begin the next incarnation; return its number."""
-        worker.incarnation += 1
+        self._num_starts[worker.worker_id] += 1
+        worker.incarnation = self._num_starts[worker.worker_id]
         worker.state, worker.since_s = WorkerState.STARTING, now_s
         worker.num_filled, worker.seen, worker.excused_s, worker.kill_reason = 0, (-1, -1), 0.0, ""
-        worker.is_learning = False
+        worker.is_learning = worker.is_draining = worker.is_told = False
+        worker.due = ""
         return worker.incarnation
 
-    def died(self, worker: Worker, now_s: float) -> bool:
-        """Charge a death; True when a replacement is due (in BACKOFF until then), False when the worker is given up."""
+    def died(self, worker: Worker, now_s: float, *, is_oom: bool = False) -> bool:
+        """Charge a death; True when a replacement is due (in BACKOFF until then), False when the worker is given up.
+
+        Several that the kernel ends for want of memory at about the same time are one death: of the first.
+        """
         faults = self.policy.faults
         worker.num_fruitless = 0 if worker.num_filled else worker.num_fruitless + 1
-        worker.deaths.append(now_s)
+        is_one_of_many = is_oom and now_s - self._oom_s <= _SAME_OOM_S
+        if is_oom:
+            self._oom_s = now_s
+        if not is_one_of_many:
+            worker.deaths.append(now_s)
         while worker.deaths and worker.deaths[0] <= now_s - faults.window_s:
             worker.deaths.popleft()
         if len(worker.deaths) > faults.restarts:
@@ -101,6 +144,17 @@ class Workers:
         if worker.deaths:
             worker.deaths.pop()
 
+    def reprieve(self, worker: Worker) -> None:
+        """A worker whose charge was taken back is replaced after all."""
+        if worker.state is WorkerState.GIVEN_UP:
+            worker.num_restarts += 1
+        worker.state = WorkerState.BACKOFF
+
+    @property
+    def are_lost(self) -> bool:
+        """No worker is left."""
+        return all(worker.state is WorkerState.GIVEN_UP for worker in self.all)
+
     def _backoff_s(self, worker: Worker) -> float:
         # The first replacement starts at once: a worker that was killed from outside should not cost a wait.
         if worker.num_fruitless < 2:
@@ -114,7 +168,7 @@ class Workers:
         self.look_at_s = None
         self._late_s = late_s if late_s > _LATE_S else 0.0
         if self._late_s:
-            for worker in self.all:
+            for worker in self.everyone():
                 worker.excused_s += late_s
                 worker.seen_since_s += late_s
                 if worker.state is WorkerState.STARTING:
@@ -144,7 +198,7 @@ class Workers:
 
     def plan_look(self, now_s: float) -> None:
         """Bring the next look forward to when something may become due; one that is planned is never put off."""
-        for worker in self.all:
+        for worker in self.everyone():
             due_s = self._due_s(worker, now_s)
             if due_s is not None and (self.look_at_s is None or due_s < self.look_at_s):
                 self.look_at_s = max(now_s, due_s)
@@ -157,7 +211,12 @@ class Workers:
         if worker.state is WorkerState.STARTING:
             limit_s = self.policy.faults.start_timeout_s
             return None if limit_s is None else worker.since_s + limit_s + 0.001
+        if worker.is_told:
+            return worker.since_s + STOP_S
         limits = [limit for limit in (self.policy.timeout_s, self.policy.faults.stall_s) if limit is not None]
-        if worker.state is WorkerState.RUNNING and worker.fills and limits:
-            return now_s + min(LOOK_S, min(limits) / 8)
+        if worker.state in (WorkerState.RUNNING, WorkerState.RETIRING) and worker.fills:
+            if limits:
+                return now_s + min(LOOK_S, min(limits) / 8)
+            if self.policy.faults.max_worker_rss is not None:
+                return now_s + LOOK_S
         return None

@@ -55,7 +55,8 @@ def choose(dataset: Any, options: Options, rank: int, world_size: int) -> Backen
     if options.worker_backend == "auto":
         why = "there is a spec" if find_process_spec(dataset) is not None else "the dataset can be pickled"
         logger.info("worker_backend='auto': processes, because %s", why)
-    return Backend(lambda wake_fd: ProcessPool(settings, wake_fd), length, settings.payload_fd)
+    measures = options.faults.max_worker_rss is not None
+    return Backend(lambda wake_fd: ProcessPool(settings, wake_fd, measures_memory=measures), length, settings.payload_fd)
 
 
 def _threads(dataset: Any, options: Options, rank: int, world_size: int) -> Backend:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ringloader import factory
 from ringloader._collate.collate import Collator
+from ringloader._core.policy import SampleRetry
 from ringloader._specs import main_module
 from ringloader.collation import make_collator
 from ringloader.factory import FactorySpec
@@ -96,6 +97,22 @@ PAYLOAD_ALIGNMENT = 64
 def build_collator(settings: dict[str, Any]) -> Collator:
     collate_fn = factory.callable_from_wire(settings["collate"]) if settings["collate"] else None
     return make_collator(collate_fn, output=settings["output"], convert=settings["convert"])
+
+
+def retry_to_wire(retry: SampleRetry | None) -> list[object]:
+    """How samples are retried, as it travels. Raises ConfigError for an exception that a worker could not import."""
+    if retry is None:
+        return []
+    kinds = retry.on if isinstance(retry.on, tuple) else (retry.on,)
+    return [retry.times, retry.backoff_s, [factory.callable_to_wire(kind, "SampleRetry.on") for kind in kinds]]
+
+
+def retry_from_wire(wire: list[Any]) -> SampleRetry | None:
+    """The inverse."""
+    if not wire:
+        return None
+    times, backoff_s, kinds = wire
+    return SampleRetry(times, tuple([factory.callable_from_wire(kind) for kind in kinds]), backoff_s)  # type: ignore[misc]
 
 
 def run_init(settings: dict[str, Any], worker_id: int) -> None:

@@ -156,6 +156,7 @@ class Delivery:
             filled.num_samples,
             filled.fetch_ns,
             filled.collate_ns,
+            filled.num_retried,
         )
 
     def forget(self, worker_id: int, incarnation: int) -> None:

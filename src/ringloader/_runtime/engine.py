@@ -47,7 +47,10 @@ class Engine:
     def __init__(self, policy: PoolPolicy, make_backend: Callable[[int], Any], ring: Ring, wrap: Wrap) -> None:
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.backend = make_backend(wake_fd)
-        self.scheduler = Scheduler(dataclasses.replace(policy, unreaped_s=self.backend.unreaped_s))
+        if policy.faults.recycles and not self.backend.recycles:
+            logger.warning("faults.max_worker_rss and max_batches_per_worker apply to worker processes, and there are none")
+        policy = dataclasses.replace(policy, unreaped_s=self.backend.unreaped_s, recycles=self.backend.recycles)
+        self.scheduler = Scheduler(policy)
         self.ring = ring
         self.delivery = Delivery(self.scheduler, self.ring, wrap, is_inline=self.backend.is_inline)
         self.pump = Pump(self.scheduler, self.backend, self.ring, self.delivery, wake_fd)
@@ -295,7 +298,8 @@ class Engine:
 
     def _say_waiting(self, session: Session | None, waited_s: float) -> None:
         if session is None:
-            stages = [self.backend.observe(worker.worker_id) for worker in self.scheduler.workers.all]
+            everyone = self.scheduler.workers.everyone()
+            stages = [self.backend.observe(worker.worker_id, worker.incarnation) for worker in everyone]
             words = ", ".join(view.stage for view in stages if view is not None)
             logger.warning("still waiting after %.0f s for the workers: %s", waited_s, words or "no process yet")
             return

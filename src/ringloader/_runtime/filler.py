@@ -7,8 +7,11 @@ waits. Must not know pipes or processes.
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +23,7 @@ from ringloader._core import messages as msg
 from ringloader._core import values
 from ringloader._core.events import Keys
 from ringloader._core.layout import Layout
+from ringloader._core.policy import SampleRetry
 from ringloader._core.records import record
 from ringloader._core.session import unpack_keys
 from ringloader._runtime import status
@@ -85,6 +89,7 @@ class Filler:
         seed_per: str = "batch",
         catch: type[BaseException] = BaseException,
         defines_once: bool = True,
+        retry: SampleRetry | None = None,
     ) -> None:
         self._dataset = dataset
         self._collator = collator
@@ -95,6 +100,8 @@ class Filler:
         self._catch = catch
         self._defines_once = defines_once
         self._doing = "sample"  # what an exception is blamed on
+        self._retry = retry
+        self._num_retried = 0  # in the present batch
         self._epoch: int | None = None
         self._kept: dict[tuple[int, int], Kept] = {}  # (session id, batch id) →
         self.preface: msg.FromWorker | None = None  # what is to be said before the answer
@@ -109,6 +116,7 @@ class Filler:
         began_ns = time.monotonic_ns()
         self._page.begin(fill.serial, began_ns)
         self.preface = None
+        self._num_retried = 0
         kept = self._kept.pop((fill.session_id, fill.batch_id), None)
         answer: msg.FromWorker
         try:
@@ -153,20 +161,28 @@ class Filler:
 
     def _make(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None, began_ns: int) -> msg.FromWorker:
         self._set_epoch(fill.epoch)
-        info = self._info
-        info.begin(fill.position)
-        self._seeder.for_position(fill.epoch, fill.position)
+        if fill.cuts:
+            self._probe(fill)
+        self._seed(fill)
         self._page.stage(status.FETCHING)
         self._doing = "sample"
         if self._writer is not None and fill.int_keys:
             return self._write(fill, self._writer, slot, began_ns)
         keys = unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))
         batch = self._collator.begin(len(keys), keys, slot)
-        if self._getitems:
-            batch.extend(self._getitems(keys))
+        getitems = self._getitems
+        if getitems:
+            self._page.fetch_together(0, len(keys))
+            batch.extend(self._patiently(fill, lambda: getitems(keys)) if self._retry else getitems(keys))
+        elif self._retry:
+            self._fetch_each_patiently(fill, keys, batch)
         else:
             self._fetch_each(fill, keys, batch)
         return self._collated(fill, batch, len(keys), slot, began_ns)
+
+    def _seed(self, fill: msg.Fill) -> None:
+        self._info.begin(fill.position)
+        self._seeder.for_position(fill.epoch, fill.position)
 
     def _collated(
         self, fill: msg.Fill, batch: Batch, num_samples: int, slot: np.ndarray[Any, Any] | None, began_ns: int
@@ -188,7 +204,11 @@ class Filler:
         if not collated.written:
             if slot is None or len(slot) < collated.nbytes:
                 return msg.NeedRoom(fill.serial, fill.generation, collated.nbytes, False)
-            writer.write(collated, indices, slot)
+            self._page.fetch_together(0, len(indices))
+            if self._retry:
+                self._patiently(fill, lambda: writer.write(collated, indices, slot))
+            else:
+                writer.write(collated, indices, slot)
         made = Kept(collated, len(indices), time.monotonic_ns() - began_ns)
         return self._filled(fill, made, 0)
 
@@ -206,6 +226,84 @@ class Filler:
             add(dataset[key])
             if not place:
                 add = batch.next_add
+
+    def _fetch_each_patiently(self, fill: msg.Fill, keys: list[Any], batch: Any) -> None:
+        """As `_fetch_each`, for a dataset whose faults may pass by themselves."""
+        words, dataset = self._page.words, self._dataset
+        for place, key in enumerate(keys):
+            words[status.SAMPLE_WORD] = self._info.place = place
+            self._check_cancel(fill)
+            if self._seed_samples:
+                self._seed_sample(fill, place)
+            batch.add(self._patiently(fill, functools.partial(operator.getitem, dataset, key)))
+
+    def _patiently(self, fill: msg.Fill, fetch: Callable[[], Any]) -> Any:
+        """Fetch, again and again if need be, each time with the draws of the first."""
+        retry = self._retry
+        assert retry is not None
+        draws = self._seeder.save()
+        for attempt in range(retry.times):
+            try:
+                return fetch()
+            except retry.on:
+                self._num_retried += 1
+            time.sleep(retry.backoff_s * 2**attempt)
+            self._check_cancel(fill)
+            self._seeder.restore(draws)
+            self._info.begin_again()
+        return fetch()
+
+    def _check_cancel(self, fill: msg.Fill) -> None:
+        if self._page.words[status.CANCEL_WORD] == fill.serial:
+            raise CancelledFill
+
+    # --- which of the samples that are fetched in one call it is that fails -------------------------------------------------
+
+    def _probe(self, fill: msg.Fill) -> None:
+        """Fetch a batch in pieces and forget it: the sample that ends workers does so with the page telling where it is. What
+        is delivered comes of one call, as ever."""
+        if not (self._getitems or self._writer is not None):
+            return
+        starts = np.frombuffer(fill.cuts, np.int64).tolist()
+        num_samples = len(unpack_keys(Keys(fill.keys, fill.int_keys, fill.position)))
+        for start, stop in zip(starts, [*starts[1:], num_samples], strict=True):
+            self._raises(fill, start, stop)
+        self._page.begin(fill.serial, time.monotonic_ns())
+
+    def _find_culprit(self, fill: msg.Fill) -> int:
+        """Return the place of the sample at which the dataset raises, by halves; -1 where no sample does by itself."""
+        view = self._page.view()
+        start, stop = view.sample, view.sample + view.num_samples
+        try:
+            while stop - start > 1:
+                middle = (start + stop) // 2
+                if self._raises(fill, start, middle):
+                    stop = middle
+                elif self._raises(fill, middle, stop):
+                    start = middle
+                else:
+                    return -1
+        except CancelledFill:
+            return -1
+        return start
+
+    def _raises(self, fill: msg.Fill, start: int, stop: int) -> bool:
+        """Fetch some samples of a batch in one call of their own; return whether the dataset raised."""
+        self._check_cancel(fill)
+        self._page.begin(fill.serial, time.monotonic_ns())  # each call has a time limit of its own
+        self._page.stage(status.FETCHING)
+        self._page.fetch_together(start, stop - start)
+        self._seed(fill)
+        try:
+            if self._writer is not None and fill.int_keys:
+                indices = np.frombuffer(fill.keys, np.int64)[start:stop]
+                collated = self._writer.plan(len(indices))
+                self._writer.write(collated, indices, np.empty(collated.nbytes, np.uint8))
+            elif self._getitems:
+                self._getitems(unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))[start:stop])
+        except Exception:
+            return True
+        return False
 
     def _seed_sample(self, fill: msg.Fill, place: int) -> None:
         """Seed for one sample: by its own position where the order is ours, else by its place in its batch."""
@@ -248,6 +346,7 @@ class Filler:
             made.num_samples,
             made.fetch_ns,
             collate_ns,
+            self._num_retried,
         )
 
     def _layout_id(self, layout: Layout) -> tuple[int, bytes]:
@@ -275,13 +374,16 @@ class Filler:
             self._epoch = epoch  # only now: if it failed, no batch of this epoch may pass
 
     def _failed(self, fill: msg.Fill, error: BaseException) -> msg.Failed:
-        kind, facts = self._doing, {}
-        place = self._page.view().sample if kind == "sample" else -1
+        kind, facts, text = self._doing, {}, safe_text(error)
+        name, trace = type_name(error), format_traceback(error)
         if isinstance(error, LayoutError):
             kind, facts = "layout", _plain_facts(error)
-        return msg.Failed(
-            fill.serial, fill.generation, kind, place, type_name(error), safe_text(error), format_traceback(error), facts
-        )
+        if self._retry is not None and kind == "sample" and isinstance(error, self._retry.on):
+            text += f" (after {self._retry.times} retries, faults.retry)"
+        place = -1
+        if kind == "sample":
+            place = self._find_culprit(fill) if isinstance(error, Exception) else self._page.view().blamed
+        return msg.Failed(fill.serial, fill.generation, kind, place, name, text, trace, facts)
 
 
 def pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:

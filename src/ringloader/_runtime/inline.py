@@ -51,6 +51,7 @@ class InlinePool:
     shares_dataset = True
     kills_at_once = False
     needs_drain = False
+    recycles = False
     unreaped_s = 0.0
 
     def __init__(self, build: LocalBuild, info: WorkerInfo, seed_per: str) -> None:
@@ -93,7 +94,7 @@ class InlinePool:
     def drain(self) -> list[Fact]:
         return self.collect(())
 
-    def observe(self, worker_id: int) -> WorkerView | None:
+    def observe(self, worker_id: int, incarnation: int) -> WorkerView | None:
         return None  # never late: it runs on the caller's own time
 
     def start_worker(self, worker_id: int, incarnation: int) -> Callable[[bool], WorkerExited | None]:
@@ -119,7 +120,7 @@ class InlinePool:
                 size, drop_last = self._build.batch_size, self._build.drop_last
                 self._filler = StreamFiller(*parts, batch_size=size, drop_last=drop_last, **options)
             else:
-                self._filler = Filler(*parts, **options)
+                self._filler = Filler(*parts, retry=self._build.retry, **options)
         except Exception as error:
             stage = STAGES[2]
             return msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), format_traceback(error))
@@ -182,6 +183,9 @@ class InlinePool:
     def kill_worker(self, worker_id: int, incarnation: int, *, dump: bool) -> None:
         raise AssertionError("an inline worker is never overdue")
 
+    def stop_worker(self, worker_id: int, incarnation: int) -> None:
+        raise AssertionError("an inline worker is never replaced")
+
     def abandon_worker(self, worker_id: int, incarnation: int) -> None:
         raise AssertionError("an inline worker is never overdue")
 
@@ -198,7 +202,7 @@ class InlinePool:
     def close(self) -> None:
         self._page.close()
 
-    def who(self, worker_id: int) -> str:
+    def who(self, worker_id: int, incarnation: int) -> str:
         return f"pid {os.getpid()}"
 
     def pids(self) -> list[int]:

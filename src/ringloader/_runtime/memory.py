@@ -66,10 +66,7 @@ def _cgroup_free_nbytes() -> list[int]:
 
 def _walk_up(root: str, path: str, limit_name: str, usage_name: str, reclaimable: str) -> list[int]:
     """Free bytes of a group and of each of its ancestors that has a limit."""
-    parts = path.strip("/").split("/")
-    # In a container the path names the host's group while only our own is mounted, at the root.
-    groups = ["/".join([root, *parts[:depth]]).rstrip("/") for depth in range(len(parts), -1, -1)]
-    found = [_group_free_nbytes(group, limit_name, usage_name, reclaimable) for group in dict.fromkeys(groups)]
+    found = [_group_free_nbytes(group, limit_name, usage_name, reclaimable) for group in _groups(root, path)]
     return [free for free in found if free is not None]
 
 
@@ -83,6 +80,52 @@ def _group_free_nbytes(group: str, limit_name: str, usage_name: str, reclaimable
     except (OSError, ValueError):
         return None
     return int(limit_text) - usage + int(stat.get(reclaimable, 0))
+
+
+def private_nbytes(pid: int) -> int:
+    """Memory that is a process's own (RssAnon, proc(5)); 0 when the kernel does not say."""
+    try:
+        for line in _read(f"/proc/{pid}/status").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass  # it has ended, or there is no such file here
+    return 0
+
+
+def oom_kills() -> int | None:
+    """How many processes the kernel has ended for want of memory, here or in our control groups; None when it does not say."""
+    counts = []
+    for path, name in (("/proc/vmstat", "oom_kill"), *((path, "oom_kill") for path in _event_files())):
+        try:
+            found = dict(line.split() for line in _read(path).splitlines())
+            counts.append(int(found[name]))
+        except (OSError, ValueError, KeyError):
+            continue
+    return sum(counts) if counts else None
+
+
+def _event_files() -> list[str]:
+    try:
+        lines = _read("/proc/self/cgroup").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += [f"{group}/memory.events" for group in _groups("/sys/fs/cgroup", path)]
+        elif "memory" in controllers.split(","):
+            found += [f"{group}/memory.oom_control" for group in _groups("/sys/fs/cgroup/memory", path)]
+    return found
+
+
+def _groups(root: str, path: str) -> list[str]:
+    """A group and its ancestors, from the group on."""
+    parts = path.strip("/").split("/")
+    # In a container the path names the host's group while only our own is mounted, at the root.
+    groups = ["/".join([root, *parts[:depth]]).rstrip("/") for depth in range(len(parts), -1, -1)]
+    return list(dict.fromkeys(groups))
 
 
 def _read(path: str) -> str:

@@ -7,6 +7,7 @@ because a worker dies with the thread that started it (parent-death signal). Mus
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
@@ -19,6 +20,8 @@ from ringloader._core import messages as msg
 from ringloader._core.events import Death, WorkerBroken, WorkerExited, WorkerView
 from ringloader._core.messages import Message
 from ringloader._core.policy import UNREAPED_S
+from ringloader._runtime.causes import OomCounts, likely_cause
+from ringloader._runtime.memory import private_nbytes
 from ringloader._runtime.pipe import Closed, NonBlockingPipe
 from ringloader._runtime.process import WorkerProcess
 from ringloader._runtime.segment import Segment
@@ -64,11 +67,14 @@ class ProcessPool:
     kills_at_once = False
     unreaped_s = UNREAPED_S
     needs_drain = False  # some process has no pidfd, so its end shows only by looking
+    recycles = True
 
-    def __init__(self, settings: WorkerSettings, wake_fd: int) -> None:
+    def __init__(self, settings: WorkerSettings, wake_fd: int, *, measures_memory: bool = False) -> None:
+        self._measures_memory = measures_memory
+        self._oom_counts = OomCounts()
         self._settings = settings
         self._wake_fd = wake_fd
-        self._members: dict[int, _Member] = {}
+        self._members: dict[tuple[int, int], _Member] = {}  # by worker id and incarnation
         self._by_fd: dict[int, _Member] = {}
         self._abandoned: list[_Member] = []
         self._poll = select.epoll()
@@ -116,9 +122,15 @@ class ProcessPool:
                 facts += self._end(member)
         return facts
 
-    def observe(self, worker_id: int) -> WorkerView | None:
-        member = self._members.get(worker_id)
-        return member.process.page.view() if member is not None else None
+    def observe(self, worker_id: int, incarnation: int) -> WorkerView | None:
+        """What a worker is doing, None if it is not there."""
+        member = self._members.get((worker_id, incarnation))
+        if member is None:
+            return None
+        view = member.process.page.view()
+        if self._measures_memory:
+            return dataclasses.replace(view, private_nbytes=private_nbytes(member.process.pid))
+        return view
 
     def _read(self, member: _Member, *, drain: bool = False) -> list[Fact]:
         facts: list[Fact] = []
@@ -143,9 +155,18 @@ class ProcessPool:
             return []
         facts: list[Fact] = [] if member.is_closed or member.is_abandoned else self._read(member, drain=True)
         view = member.process.page.view()
-        # Only while samples are fetched one by one can a death be blamed on one of them.
-        sample = view.sample if view.is_fetching else -1
-        death = Death(member.process.returncode, view.serial, sample, view.stage, view.trace)
+        code = member.process.returncode
+        is_oom = self._oom_counts.have_grown() if code == -signal.SIGKILL else None
+        death = Death(
+            code,
+            view.serial,
+            view.blamed,
+            view.stage,
+            view.trace,
+            num_samples=view.num_samples,
+            cause=likely_cause(code, is_oom=is_oom, trace=view.trace),
+            is_oom=bool(is_oom),
+        )
         self._remove(member)
         return [*facts, WorkerExited(member.worker_id, member.incarnation, death)]
 
@@ -177,7 +198,7 @@ class ProcessPool:
             member.process.reap(wait=True)
             self._remove(member)
             return
-        self._members[member.worker_id] = member
+        self._members[member.worker_id, member.incarnation] = member
         self._by_fd[member.pipe.fileno()] = member
         self._poll.register(member.pipe.fileno(), select.EPOLLIN)
         self._watch(member)
@@ -244,6 +265,12 @@ class ProcessPool:
                 member.process.dump_stack()
             member.process.kill()
 
+    def stop_worker(self, worker_id: int, incarnation: int) -> None:
+        """Tell a worker to leave after what it was told before."""
+        member = self._current(worker_id, incarnation)
+        if member is not None:
+            self._send(member, msg.Stop(msg.PROTOCOL_VERSION), [])
+
     def abandon_worker(self, worker_id: int, incarnation: int) -> None:
         """Stop waiting for a process that cannot be reaped."""
         member = self._current(worker_id, incarnation)
@@ -251,7 +278,7 @@ class ProcessPool:
             member.is_abandoned = True
             self._abandoned.append(member)
             self._unwatch(member.pipe.fileno())
-            del self._members[worker_id]
+            del self._members[worker_id, incarnation]
 
     def kill_all(self) -> list[tuple[int, int]]:
         """Kill and reap every worker, and forget what they had sent. Returns who could not be ended, and may still write."""
@@ -284,9 +311,9 @@ class ProcessPool:
         """Let go of the selector; workers must be gone."""
         self._poll.close()
 
-    def who(self, worker_id: int) -> str:
+    def who(self, worker_id: int, incarnation: int) -> str:
         """What the operating system calls a worker that runs."""
-        return f"pid {self._members[worker_id].process.pid}"
+        return f"pid {self._members[worker_id, incarnation].process.pid}"
 
     def pids(self) -> list[int]:
         """Process ids of the workers that run now, by worker id."""
@@ -295,8 +322,7 @@ class ProcessPool:
     # --- details --------------------------------------------------------------------------------------------------------
 
     def _current(self, worker_id: int, incarnation: int) -> _Member | None:
-        member = self._members.get(worker_id)
-        return member if member is not None and member.incarnation == incarnation else None
+        return self._members.get((worker_id, incarnation))
 
     def _send(self, member: _Member, message: Message, fds: list[int]) -> None:
         member.pipe.send(message, fds)
@@ -325,8 +351,8 @@ class ProcessPool:
         member.process.close()
         if member in self._abandoned:
             self._abandoned.remove(member)
-        if self._members.get(member.worker_id) is member:
-            del self._members[member.worker_id]
+        if self._current(member.worker_id, member.incarnation) is member:
+            del self._members[member.worker_id, member.incarnation]
 
     @staticmethod
     def _reap_until(members: list[_Member], deadline_s: float) -> bool:

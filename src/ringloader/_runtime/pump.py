@@ -12,9 +12,9 @@ the user is made again from what cannot be half done (scheduler.recover). The wa
 start and kill: signals never interrupt it, and workers die with the thread that started them.
 
 Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`,
-`kill_worker`, `abandon_worker`, `send_fill`, `send_call`, `send_cancel`, `drop_segment`, `drop_session`, `kill_all`,
-`stop`, `close`, `observe`, `who`, `pids`; `is_inline`, `shares_dataset`, `needs_drain`, `kills_at_once`,
-`unreaped_s`.
+`kill_worker`, `stop_worker`, `abandon_worker`, `send_fill`, `send_call`, `send_cancel`, `drop_segment`, `drop_session`,
+`kill_all`, `stop`, `close`, `observe`, `who`, `pids`; `is_inline`, `shares_dataset`, `needs_drain`, `kills_at_once`,
+`recycles`, `unreaped_s`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Pump:
         self.num_recoveries = 0
         self._delivery = delivery
         self._has_news = False  # facts were taken in since the last change of state ended
-        self._notes: deque[str] = deque()
+        self._notes: deque[ev.Warn] = deque()
         self._history: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)  # the last facts, for an InternalError
         self._growth: ev.AddSegment | None = None
         self._grown: ev.SegmentAdded | ev.SegmentRefused | None = None
@@ -282,8 +282,10 @@ class Pump:
                 self.scheduler.handle(broken, time.monotonic())
         elif isinstance(command, ev.DropSession):
             self.backend.drop_session(command.session_id)
+        elif isinstance(command, ev.StopWorker):
+            self.backend.stop_worker(command.worker_id, command.incarnation)
         elif isinstance(command, ev.Warn):
-            self._notes.append(command.text)
+            self._notes.append(command)
         elif isinstance(command, ev.KillWorker) and self.backend.kills_at_once:
             self.backend.kill_worker(command.worker_id, command.incarnation, dump=command.dump)
         else:
@@ -365,7 +367,7 @@ class Pump:
             if not is_wanted:
                 return
             if failed is None:
-                worker.who = self.backend.who(command.worker_id)
+                worker.who = self.backend.who(command.worker_id, command.incarnation)
             else:
                 self.scheduler.handle(failed, time.monotonic())
 
@@ -382,10 +384,10 @@ class Pump:
     def _log_notes(self) -> None:
         while self._notes:
             try:
-                text = self._notes.popleft()
+                note = self._notes.popleft()
             except IndexError:
                 return
-            logger.warning("%s", text)
+            logger.log(logging.WARNING if note.is_fault else logging.INFO, "%s", note.text)
 
     def drop_session(self, session_id: int) -> None:
         """Forget a session. Held: the lock."""

@@ -12,6 +12,7 @@ from ringloader._core.messages import Failed, StartFailed
 from ringloader._core.room import room_sentence
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Fault, Session
+from ringloader._core.supervision import signal_name
 from ringloader._core.units import counted, in_words
 from ringloader.errors import (
     ConfigError,
@@ -54,8 +55,22 @@ def batch_error(batch: Batch, fault: Fault, *, inline: bool) -> LoaderError:
             worker=worker,
             indices=keys,
             deaths=deaths,
+            **_death_facts(fault),
         )
     return _from_failed(batch, fault.failed, key, where, worker)
+
+
+def _death_facts(fault: Fault) -> dict[str, Any]:
+    """What is known of the last death: who it was, how it ended, and its stack."""
+    known = fault.facts
+    code = known.get("returncode")
+    return {
+        "pid": int(known["who"].removeprefix("pid ")) if str(known.get("who", "")).startswith("pid ") else None,
+        "incarnation": known.get("incarnation"),
+        "returncode": code,
+        "signal": signal_name(-code) if code is not None and code < 0 else None,
+        "stack": known.get("trace", ""),
+    }
 
 
 def _stream_error(batch: Batch, fault: Fault, where: str, worker: int | None) -> LoaderError:
@@ -71,6 +86,7 @@ def _stream_error(batch: Batch, fault: Fault, where: str, worker: int | None) ->
         worker=worker,
         indices=[],
         deaths=deaths,
+        **_death_facts(fault),
     )
 
 
@@ -179,8 +195,8 @@ def waiting_line(scheduler: Scheduler, session: Session, observe: Any, waited_s:
     if batch is None:
         return f"still waiting after {waited_s:.0f} s for the sampler's next batch"
     parts = [f"still waiting after {waited_s:.0f} s for batch {batch.batch_id} ({batch.state.value})"]
-    for worker in scheduler.workers.all:
-        view = observe(worker.worker_id)
+    for worker in scheduler.workers.everyone():
+        view = observe(worker.worker_id, worker.incarnation)
         doing = f"{view.stage}, sample {view.sample} of fill {view.serial}" if view is not None else "no process"
         mark = " has it" if worker.worker_id == batch.worker_id and batch.serial in worker.fills else ""
         parts.append(f"worker {worker.worker_id} ({worker.who}, {worker.state.value}){mark}: {doing}")

@@ -44,6 +44,26 @@ class Seeder:
         """Seed for a batch, or a sample, that begins at a global position of an epoch; `place` counts samples without one."""
         self._seed_all(draw_key(self._seed, epoch, position, place))
 
+    @staticmethod
+    def save() -> tuple[Any, ...]:
+        """Return where the generators are, for `restore`."""
+        numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+        return (
+            random.getstate(),
+            numpy_random.get_state() if numpy_random is not None else None,
+            torch.default_generator.get_state() if torch is not None else None,
+        )
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Put the generators back; one that was imported since begins as the batch did."""
+        random.setstate(saved[0])
+        for name, state in zip(_LATE, saved[1:], strict=True):
+            module: Any = sys.modules.get(name)
+            if module is not None and state is None:
+                self.seed_module(name, module)
+            elif module is not None:
+                module.set_state(state) if name != "torch" else module.default_generator.set_state(state)
+
     def _seed_all(self, key: int) -> None:
         self._key = key
         random.seed(key)

@@ -13,7 +13,7 @@ from typing import Any
 from ringloader import factory
 from ringloader._collate.collate import Collator
 from ringloader._core import messages as msg
-from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, is_iterable, run_init
+from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, is_iterable, retry_to_wire, run_init
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import WorkerSettings
 from ringloader._runtime.seeding import draw_key
@@ -63,7 +63,9 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
     ConfigError."""
     spec = find_process_spec(dataset)
     collate, init_fn = _callables(options)
-    needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn) if wire)
+    retry = retry_to_wire(options.faults.retry)
+    kinds: list[bytes] = retry[2] if retry else []  # type: ignore[assignment]
+    needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn, *kinds) if wire)
     settings: dict[str, object] = {
         "sys_path": [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)],
         "argv": [argument for argument in sys.argv if isinstance(argument, str)],
@@ -78,6 +80,7 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
         "drop_last": options.drop_last,
         "seed": options.seed,
         "seed_per": options.seed_per,
+        "retry": retry,
         "num_workers": options.num_workers,
         "rank": rank,
         "world_size": world_size,
@@ -135,6 +138,7 @@ class LocalBuild:
         # Calls of methods that this very object has run: a worker that starts over must not run them on it again.
         self.done: dict[int, msg.Called] = {}
         self.batch_size, self.drop_last = options.batch_size, options.drop_last
+        self.retry = options.faults.retry
         self._convert = options.batch_size is None and options.batch_sampler is None
         self._output = options.output
         self._collate_fn, self._init_fn = options.collate_fn, options.worker_init_fn

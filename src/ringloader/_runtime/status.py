@@ -7,6 +7,7 @@ One memfd per worker, mapped by both sides. Byte map, one writer each:
     16    worker  int64 monotonic time in ns at which this Fill began
     24    worker  int64 stage, an index into STAGES
     32    worker  int64 batches made by this incarnation
+    40    worker  int64 number of samples that are fetched in one call, from the sample in progress on
     64    parent  int64 serial of a Fill to stop between two samples
     4096  worker  text: Python stacks written by faulthandler on a fatal signal or on request, zero filled
 
@@ -34,7 +35,7 @@ STAGES = (
     "reading again",
 )
 STARTING, IMPORTING, BUILDING, INIT, IDLE, FETCHING, COLLATING, SENDING, POPULATING, READING_AGAIN = range(len(STAGES))
-_SERIAL, SAMPLE_WORD, _BEGAN, _STAGE, _MADE, CANCEL_WORD = 0, 1, 2, 3, 4, 8
+_SERIAL, SAMPLE_WORD, _BEGAN, _STAGE, _MADE, _NUM, CANCEL_WORD = 0, 1, 2, 3, 4, 5, 8
 TRACE_OFFSET = 4096
 _TRACE_NBYTES = 28 << 10
 # The signal that makes a worker write its stacks; high, so that datasets are unlikely to use it.
@@ -63,7 +64,11 @@ class StatusPage:
 
     def begin(self, serial: int, began_ns: int) -> None:
         words = self.words
-        words[SAMPLE_WORD], words[_BEGAN], words[_SERIAL] = -1, began_ns, serial
+        words[SAMPLE_WORD], words[_NUM], words[_BEGAN], words[_SERIAL] = -1, 1, began_ns, serial
+
+    def fetch_together(self, sample: int, num_samples: int) -> None:
+        """So many samples are fetched in one call."""
+        self.words[_NUM], self.words[SAMPLE_WORD] = num_samples, sample
 
     def end(self, *, made: bool) -> None:
         words = self.words
@@ -87,6 +92,7 @@ class StatusPage:
             STAGES[stage] if 0 <= stage < len(STAGES) else "unknown",
             stage == FETCHING,
             self.trace() if self._mapping[TRACE_OFFSET] else "",
+            words[_NUM],
         )
 
     def trace(self) -> str:

@@ -201,6 +201,9 @@ class _Unseeded(Seeder):
     def for_position(self, epoch: int, position: int, place: int = 0) -> None:
         """Seed nothing."""
 
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Put nothing back."""
+
 
 class Run:
     """The main program of one thread."""
@@ -228,8 +231,7 @@ class Run:
             set_thread_info(None)
             self._shared.epochs.leave(member)
             view = member.page.view()
-            sample = view.sample if view.is_fetching else -1
-            death = Death(returncode, view.serial, sample, view.stage, view.trace)
+            death = Death(returncode, view.serial, view.blamed, view.stage, view.trace, num_samples=view.num_samples)
             self._say_fact(member, WorkerExited(member.worker_id, member.incarnation, death))
             member.is_over = True
 
@@ -254,7 +256,7 @@ class Run:
                 is_alone = info.num_workers == 1 and member.incarnation == 1  # one that was left alone may still read
                 filler = _SharedStreamFiller(*parts, batch_size=size, drop_last=drop_last, is_alone=is_alone)
             else:
-                filler = _SharedFiller(*parts)
+                filler = _SharedFiller(*parts, retry=shared.build.retry)
             filler.epochs, filler.member, filler.ran = shared.epochs, member, shared.build.done
         except SystemExit:
             raise

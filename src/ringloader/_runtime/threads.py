@@ -34,6 +34,7 @@ class ThreadPool:
     shares_dataset = True
     kills_at_once = True  # which is a word to the thread, no wait
     needs_drain = False
+    recycles = False
     unreaped_s = 0.0  # there is nothing to wait for: a thread ends when the user's code does
 
     def __init__(self, build: LocalBuild, info: WorkerInfo, wake_fd: int) -> None:
@@ -73,8 +74,8 @@ class ThreadPool:
     def drain(self) -> list[Fact]:
         return self.collect(())
 
-    def observe(self, worker_id: int) -> WorkerView | None:
-        member = self._members.get(worker_id)
+    def observe(self, worker_id: int, incarnation: int) -> WorkerView | None:
+        member = self._current(worker_id, incarnation)
         return member.page.view() if member is not None else None
 
     def _say(self, member: Member, fact: Fact) -> None:
@@ -157,6 +158,9 @@ class ThreadPool:
                 write_stack(member)
             self._dismiss(member)
 
+    def stop_worker(self, worker_id: int, incarnation: int) -> None:
+        raise AssertionError("a thread is never replaced by a successor")
+
     def abandon_worker(self, worker_id: int, incarnation: int) -> None:
         """Go on without a thread that does not end."""
         member = self._current(worker_id, incarnation)
@@ -204,7 +208,7 @@ class ThreadPool:
             self._is_closed = True
         self._poll.close()
 
-    def who(self, worker_id: int) -> str:
+    def who(self, worker_id: int, incarnation: int) -> str:
         """What the operating system calls a worker that runs."""
         return who(self._members[worker_id])
 

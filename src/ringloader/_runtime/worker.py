@@ -40,9 +40,13 @@ def main(fd: int) -> None:
     # Closed by us, not by the end of the interpreter, which would warn of it under -W error or -X dev.
     with socket.socket(fileno=fd) as sock:
         try:
-            _Worker(BlockingPipe(sock)).run()
+            worker = _Worker(BlockingPipe(sock))
+            worker.run()
         except Closed:
             pass  # the parent is gone or has let go of us: nobody is left to tell
+        except SystemExit as left:
+            worker.explain(left)
+            raise
 
 
 def _tie_to_parent() -> None:
@@ -62,6 +66,12 @@ class _Worker:
         self._inbox: deque[tuple[msg.Message, list[int]]] = deque()
         self._segments: dict[int, mmap.mmap] = {}
         self._populated: dict[tuple[int, int], int] = {}
+        self._page: StatusPage | None = None
+
+    def explain(self, left: SystemExit) -> None:
+        """Dataset code wants this process to end: leave word of where."""
+        if self._page is not None and os.getpid() == self._pid:
+            self._page.write_trace(format_traceback(left))
 
     def run(self) -> None:
         setup, fds = self._next()
@@ -69,13 +79,13 @@ class _Worker:
             raise ProtocolError(f"the first message must be a Setup of version {msg.PROTOCOL_VERSION}, got {setup!r:.100}")
         if os.getppid() != setup.parent_pid:
             raise Closed  # it died before we were tied to it
-        self._page = StatusPage(fds[0])
+        page = self._page = StatusPage(fds[0])
         self._catch_faults(fds[0])
-        built = self._build(setup, fds[1:])
+        built = self._build(setup, fds[1:], page)
         if built is None:
             return
         self._filler, facts = built
-        self._page.stage(status.IDLE)
+        page.stage(status.IDLE)
         self._pipe.send(msg.Ready(msg.PROTOCOL_VERSION, facts))
         self._serve()
 
@@ -87,13 +97,13 @@ class _Worker:
         os.register_at_fork(after_in_child=faulthandler.disable)
         faulthandler.register(DUMP_SIGNAL, page_fd, all_threads=True)
 
-    def _build(self, setup: msg.Setup, payload: list[int]) -> tuple[Filler, dict[str, object]] | None:
+    def _build(self, setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Filler, dict[str, object]] | None:
         try:
-            return _build(setup, payload, self._page)
+            return _build(setup, payload, page)
         except BaseException as error:
             if isinstance(error, SystemExit):
                 raise
-            stage = self._page.view().stage
+            stage = page.view().stage
             text = format_traceback(error)
             self._pipe.send(msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), text))
             return None
@@ -173,7 +183,8 @@ class _Worker:
         place = (fill.segment_id, fill.offset)
         if place not in self._populated:
             self._populated[place] = fill.capacity
-            self._page.stage(status.POPULATING)
+            if self._page is not None:
+                self._page.stage(status.POPULATING)
             segment.populate(mapping, fill.offset, fill.capacity)
         return np.frombuffer(mapping, np.uint8, fill.capacity, fill.offset)
 
@@ -191,6 +202,7 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
         describe,
         import_target,
         prepare,
+        retry_from_wire,
         run_init,
     )
 
@@ -223,7 +235,8 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
         )
     else:
         facts["digests"] = attribute_digests(dataset)
-        filler = Filler(dataset, collator, seeder, info, page, seed_per=settings["seed_per"])
+        retry = retry_from_wire(settings["retry"])
+        filler = Filler(dataset, collator, seeder, info, page, seed_per=settings["seed_per"], retry=retry)
     return filler, facts
 
 

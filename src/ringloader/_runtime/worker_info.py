@@ -52,6 +52,10 @@ class WorkerInfo:
         """Another batch: nothing that was drawn before counts."""
         self.batch_position, self.place, self._rng = batch_position, 0, None
 
+    def begin_again(self) -> None:
+        """The same sample once more: it gets the same numbers."""
+        self._rng = None
+
     def _sample(self) -> tuple[int, int]:
         if self.batch_position >= 0:
             return self.batch_position + self.place * self.world_size, 0

@@ -1,0 +1,62 @@
+"""What is likely to have ended a worker process, in words.
+
+Owns the evidence beyond the exit status: the kernel's counts of processes ended for want of memory, and the stack that the
+worker left. Must not decide what follows.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+
+from ringloader._runtime.memory import oom_kills
+
+# The kernel may end several workers at once: the first death that is looked into shows the growth, those after it do not.
+_SAME_S = 2.0
+
+
+class OomCounts:
+    """The kernel's out-of-memory killer, by its own counts: of the machine, and of our control groups."""
+
+    def __init__(self) -> None:
+        self._seen = oom_kills()
+        self._grown_s = -math.inf
+
+    def have_grown(self) -> bool | None:
+        """Whether it has ended a process since the last look, or just before; None when the kernel does not count."""
+        now = oom_kills()
+        before, self._seen = self._seen, now
+        if now is None or before is None:
+            return None
+        if now > before:
+            self._grown_s = time.monotonic()
+        return time.monotonic() - self._grown_s < _SAME_S
+
+
+def likely_cause(returncode: int | None, *, is_oom: bool | None, trace: str) -> str:
+    """Say what an exit status is likely to mean; "" where it speaks for itself."""
+    if returncode is None:
+        return ""
+    if returncode >= 0:
+        return "by sys.exit in the dataset's code" if "SystemExit" in trace else "by os._exit, or in native code"
+    if returncode == -signal.SIGKILL:
+        return _KILLED[is_oom]
+    return _CAUSES.get(-returncode, "")
+
+
+_KILLED = {
+    True: "by the kernel's out-of-memory killer: fewer workers, smaller batches or a smaller prefetch_factor need less",
+    False: "by another process: the count of the kernel's out-of-memory killer has not moved",
+    None: "by another process, or by the kernel's out-of-memory killer: look at dmesg and at the memory limit",
+}
+_CAUSES: dict[int, str] = {
+    signal.SIGBUS: "a memory-mapped file was truncated or its disk is full; the stack shows which",
+    signal.SIGSEGV: "a fault in a compiled extension; the stack shows which call",
+    signal.SIGABRT: "a compiled extension gave up; it has said why on stderr, if at all",
+    signal.SIGILL: "a compiled extension has instructions that this processor does not know",
+    signal.SIGFPE: "a compiled extension divided by zero",
+    signal.SIGXFSZ: "a file grew beyond RLIMIT_FSIZE (ulimit -f)",
+    signal.SIGXCPU: "its processor time is used up: RLIMIT_CPU (ulimit -t)",
+    signal.SIGTERM: "by another process: a job scheduler, perhaps",
+}
