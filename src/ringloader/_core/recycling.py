@@ -76,10 +76,7 @@ class Recycling:
         if all(session.streams is None for session in self._sessions.values()):
             return True
         worker.is_draining = True
-        is_keeper = any(
-            batch.sticky_worker == worker.worker_id for session in self._sessions.values() for batch in session.batches.values()
-        )
-        return not worker.fills and not is_keeper
+        return not worker.fills
 
     def _change(self, worker: Worker, successor: Worker, now_s: float) -> None:
         """The successor takes the worker's place."""

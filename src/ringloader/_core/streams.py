@@ -69,7 +69,7 @@ class Streams:
     @property
     def are_saved(self) -> bool:
         """The dataset saves its state, or nothing was read yet."""
-        return any(self._states.values()) or not self.num_made
+        return any(self._states.values()) or not self._readers
 
     @property
     def are_over(self) -> bool:
