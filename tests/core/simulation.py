@@ -225,7 +225,8 @@ class Simulation:
 
     def do_stop_worker(self, command: ev.StopWorker) -> None:
         worker = self.workers[command.worker_id, command.incarnation]
-        assert not worker.queue and worker.running is None, "stopped with work to do"
+        assert not worker.queue, "stopped with work to do"
+        assert worker.running is None, "stopped at work"
         if self.rng.random() < 0.9:
             self.later(self.rng.random() * 0.1, lambda: self.die(worker, 0))
 
@@ -293,7 +294,8 @@ class Simulation:
             return 0, len(fill.keys) // 8 if fill.int_keys else 1
         starts = np.frombuffer(fill.cuts, np.int64).tolist()
         k = self.rng.randrange(len(starts))
-        assert starts == sorted(set(starts)) and starts[0] == 0
+        assert starts == sorted(set(starts))
+        assert starts[0] == 0
         return starts[k], [*starts[1:], len(fill.keys) // 8][k] - starts[k]
 
     def say(self, worker: SimWorker, message: Any) -> None:

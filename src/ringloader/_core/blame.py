@@ -56,9 +56,11 @@ class Blame:
         if death.num_samples > 1 and batch.stream < 0:
             return self._narrow(worker, batch, death, restarts=restarts)
         sample = death.sample
-        batch.deaths[sample] = batch.deaths.get(sample, 0) + 1
+        # It was among those of every range before: each was narrower than the last.
+        batch.deaths[sample] = batch.deaths.get(sample, 0) + 1 + batch.num_range_deaths
+        batch.num_range_deaths = 0
         batch.charged.setdefault(sample, []).append(worker.worker_id)
-        is_bad = batch.deaths[sample] + batch.num_range_deaths >= self._faults.sample_deaths
+        is_bad = batch.deaths[sample] >= self._faults.sample_deaths
         if is_bad and batch.stream < 0 and sample < batch.num_keys:
             self.deadly.add(batch.key_list()[sample])
         charged = [*batch.charged[sample], *batch.charged.get(_TOGETHER, [])]

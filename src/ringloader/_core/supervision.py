@@ -1,9 +1,9 @@
 """Supervision: starts, deaths and time limits of workers, and what follows for their batches.
 
 Owns the way from a fact (a process is gone, a deadline has passed, a message made no sense) to a replacement or a worker given
-up, and the sentences that tell of it; whose fault a death was is blame.py's, healthy workers are replaced by recycling.py. Slots of a
-worker that was killed stay its own until it is reaped, because it may still be inside a memcpy. Must not look at a clock or a
-process.
+up, and the sentences that tell of it; whose fault a death was is blame.py's, healthy workers are replaced by recycling.py.
+Slots of a worker that was killed stay its own until it is reaped, because it may still be inside a memcpy. Must not look at a
+clock or a process.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class Supervision:
             reason = self.workers.overdue(worker, view, now_s) if view is not None else None
             if reason is not None:
                 self._kill(worker, reason, now_s, dump=True)
-            else:
-                self.recycling.look_at(worker, view)
+        if worker.state is WorkerState.RUNNING and self.policy.faults.max_worker_rss is not None:
+            self.recycling.look_at(worker, observe(worker.worker_id, worker.incarnation))
 
     def _kill(self, worker: Worker, reason: str, now_s: float, *, dump: bool) -> None:
         worker.state, worker.since_s, worker.kill_reason = WorkerState.KILLED, now_s, reason

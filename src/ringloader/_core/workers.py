@@ -214,9 +214,8 @@ class Workers:
         if worker.is_told:
             return worker.since_s + STOP_S
         limits = [limit for limit in (self.policy.timeout_s, self.policy.faults.stall_s) if limit is not None]
-        if worker.state in (WorkerState.RUNNING, WorkerState.RETIRING) and worker.fills:
-            if limits:
-                return now_s + min(LOOK_S, min(limits) / 8)
-            if self.policy.faults.max_worker_rss is not None:
-                return now_s + LOOK_S
+        if worker.state in (WorkerState.RUNNING, WorkerState.RETIRING) and worker.fills and limits:
+            return now_s + min(LOOK_S, min(limits) / 8)
+        if worker.state is WorkerState.RUNNING and self.policy.recycles and self.policy.faults.max_worker_rss is not None:
+            return now_s + LOOK_S
         return None

@@ -47,8 +47,8 @@ def likely_cause(returncode: int | None, *, is_oom: bool | None, trace: str) -> 
 
 _KILLED = {
     True: "by the kernel's out-of-memory killer: fewer workers, smaller batches or a smaller prefetch_factor need less",
-    False: "by another process: the count of the kernel's out-of-memory killer has not moved",
-    None: "by another process, or by the kernel's out-of-memory killer: look at dmesg and at the memory limit",
+    False: "not by the kernel's out-of-memory killer, whose count has not moved: somebody sent it",
+    None: "by the kernel's out-of-memory killer, or by somebody: look at dmesg and at the memory limit",
 }
 _CAUSES: dict[int, str] = {
     signal.SIGBUS: "a memory-mapped file was truncated or its disk is full; the stack shows which",

@@ -44,6 +44,7 @@ class Kept:
     collated: Collated | _Copied
     num_samples: int
     fetch_ns: int
+    num_retried: int
 
 
 def _keep(made: Kept) -> Kept:
@@ -192,7 +193,7 @@ class Filler:
         self._page.stage(status.COLLATING)
         self._doing = "collate"
         collated = batch.finish()
-        kept = Kept(collated, num_samples, fetched_ns - began_ns)
+        kept = Kept(collated, num_samples, fetched_ns - began_ns, self._num_retried)
         if collated.written or not collated.nbytes:
             return self._filled(fill, kept, time.monotonic_ns() - fetched_ns)
         return self._place(fill, kept, slot)
@@ -209,7 +210,7 @@ class Filler:
                 self._patiently(fill, lambda: writer.write(collated, indices, slot))
             else:
                 writer.write(collated, indices, slot)
-        made = Kept(collated, len(indices), time.monotonic_ns() - began_ns)
+        made = Kept(collated, len(indices), time.monotonic_ns() - began_ns, self._num_retried)
         return self._filled(fill, made, 0)
 
     def _fetch_each(self, fill: msg.Fill, keys: list[Any], batch: Any) -> None:
@@ -346,7 +347,7 @@ class Filler:
             made.num_samples,
             made.fetch_ns,
             collate_ns,
-            self._num_retried,
+            made.num_retried,
         )
 
     def _layout_id(self, layout: Layout) -> tuple[int, bytes]:
