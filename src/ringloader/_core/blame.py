@@ -49,32 +49,35 @@ class Blame:
         facts: Mapping[str, Any],
         *,
         restarts: bool,
-    ) -> bool:
-        """Count a death against what was being fetched. Returns whether a restart is due."""
+    ) -> tuple[bool, str]:
+        """Count a death against what was being fetched. Returns whether a restart is due, and what is to be said of it."""
         if death.sample < 0:
-            return restarts
+            return restarts, ""
         if death.num_samples > 1 and batch.stream < 0:
-            return self._narrow(worker, batch, death, restarts=restarts)
+            return self._narrow(worker, batch, death, restarts=restarts), ""
         sample = death.sample
         # It was among those of every range before: each was narrower than the last.
         batch.deaths[sample] = batch.deaths.get(sample, 0) + 1 + batch.num_range_deaths
         batch.num_range_deaths = 0
         batch.charged.setdefault(sample, []).append(worker.worker_id)
         is_bad = batch.deaths[sample] >= self._faults.sample_deaths
+        key = batch.key_list()[sample] if batch.stream < 0 and sample < batch.num_keys else None
         if is_bad and batch.stream < 0 and sample < batch.num_keys:
-            self.deadly.add(batch.key_list()[sample])
+            self.deadly.add(key)
         charged = [*batch.charged[sample], *batch.charged.get(_TOGETHER, [])]
         if is_bad and self._leave_out(session, batch, sample):
             for worker_id in charged:
                 self._workers.refund(self._workers.all[worker_id])
             self._workers.reprieve(worker)
-            return True
+            policy = self._faults.on_bad_sample
+            done = "is left out from now on" if policy == "skip" else "is replaced by another from now on"
+            return True, f"; sample {key!r} {done} (faults.on_bad_sample={policy!r})"
         if is_bad or self._workers.are_lost:
             session.fail(batch, Fault("deaths", sample, worker.worker_id, None, story, facts))
             if session.streams is not None:
                 # Beyond the sample that kills nobody can read.
                 self._room.end_stream(session, batch.stream, batch.number + 1)
-        return restarts
+        return restarts, ""
 
     def _narrow(self, worker: Worker, batch: Batch, death: ev.Death, *, restarts: bool) -> bool:
         start, stop = death.sample, death.sample + death.num_samples

@@ -115,7 +115,10 @@ class Decoder:
 def _read_header(data: bytes | bytearray, start: int) -> tuple[int, int]:
     magic, num_descriptors, reserved, length = _HEADER.unpack_from(data, start)
     if magic != MAGIC or reserved != 0:
-        raise ProtocolError(f"bytes {bytes(data[start : start + HEADER_NBYTES]).hex()} are no frame of this protocol")
+        raise ProtocolError(
+            f"bytes {bytes(data[start : start + HEADER_NBYTES])!r} are no frame of this protocol: code in the worker writes "
+            "into a descriptor that is not its own, or the releases differ"
+        )
     if length > MAX_BODY_NBYTES:
         raise ProtocolError(f"a frame of {length:,} bytes is over the limit of {MAX_BODY_NBYTES:,} bytes", nbytes=length)
     if num_descriptors > MAX_DESCRIPTORS:

@@ -40,6 +40,7 @@ class Supervision:
         self.start_fault: msg.StartFailed | None = None  # no worker could start: nothing will ever come
         self.mismatch: str | None = None  # workers built different datasets
         self.num_refilled = 0
+        self.last_death: dict[str, Any] = {}  # its facts
         self._sessions = sessions
         self._room = room
         self._outbox = outbox
@@ -82,14 +83,14 @@ class Supervision:
             self._room.unquarantine(event)
             return
         if event.death.reason:
-            worker.kill_reason = f"it could not be started: {event.death.reason}"
+            worker.kill_reason = f"it could not be started: {event.death.reason}"  # what a pool that is lost says
         story = _story(worker, event.death)
         if worker is self.workers.successors.get(worker.worker_id):
             self.recycling.failed(worker, story, now_s)
             return
         blamed = self._requeue(worker, event.death, story)
-        if self.start_fault is not None and worker.incarnation == 1 and not worker.num_filled:
-            worker.state = WorkerState.GIVEN_UP
+        if self.mismatch is not None or (self.start_fault is not None and worker.incarnation == 1 and not worker.num_filled):
+            worker.state = WorkerState.GIVEN_UP  # the run is over
             return
         self._bury(worker, event.death, story, blamed, now_s)
 
@@ -105,8 +106,11 @@ class Supervision:
         worker.who = "ended"
         restarts = self.workers.died(worker, now_s, is_oom=death.is_oom)
         if blamed is not None:
-            story += _scene(blamed[1], death)
-            restarts = self.blame.charge(worker, *blamed, death, story, facts, restarts=restarts)
+            story += f" while {scene(blamed[1], death)}"
+        self.last_death = {"worker": worker.worker_id, "story": story, **facts}
+        if blamed is not None:
+            restarts, words = self.blame.charge(worker, *blamed, death, story, facts, restarts=restarts)
+            story += words
         if blamed is not None and blamed[0].streams is not None and not (self.dataset_facts or {}).get("can_replay", True):
             story += "; its stream cannot be read again (can_replay), so what was read and not delivered is lost: at most once"
         self._tell_death(worker, story, death, restarts=restarts or not is_present)
@@ -151,7 +155,8 @@ class Supervision:
         faults = self.policy.faults
         budget = f"{counted(len(worker.deaths), 'death')} within {faults.window_s:g} s, faults.restarts={faults.restarts}"
         if restarts:
-            text = f"{story}; it is replaced and its batches are made again ({budget})"
+            what = "it is tried again" if death.reason else "it is replaced and its batches are made again"
+            text = f"{story}; {what} ({budget})"
         else:
             left = sum(w.state is not WorkerState.GIVEN_UP for w in self.workers.all)
             text = f"{story}; it is given up ({budget}), {left} of {len(self.workers.all)} workers are left"
@@ -197,8 +202,8 @@ class Supervision:
     def _abandon(self, worker: Worker, view: ev.WorkerView | None, now_s: float) -> None:
         """It was killed and does not end: leave its slots alone, make its batches elsewhere."""
         story = (
-            f"worker {worker.worker_id} ({worker.who}, incarnation {worker.incarnation}) does not end though it was told to: "
-            f"{worker.kill_reason}; it is abandoned with its slots"
+            f"worker {worker.worker_id} ({worker.who}, incarnation {worker.incarnation}) was told to end and does not, and is "
+            f"left alone with its slots; why it was told to: {worker.kill_reason}"
         )
         death = ev.Death(None)
         if view is not None:
@@ -221,6 +226,19 @@ class Supervision:
                     f"{name} {facts.get(name)!r} instead of {first.get(name)!r}; usual causes are an unseeded shuffle or "
                     "split, an unsorted directory listing, the order of a set, or files that changed since the first start"
                 )
+        if self.mismatch is not None:
+            return
+        files, before = facts.get("files", {}), first.get("files", {})
+        changed = sorted(path for path in files if path in before and files[path] != before[path])
+        if changed and worker.incarnation > 1:
+            first["files"] = {**before, **files}  # said once for each change
+            names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+            self._outbox.append(
+                ev.Warn(
+                    f"worker {worker.worker_id} was started anew (incarnation {worker.incarnation}) from files that have "
+                    f"changed since the first start: {names}; its samples may be others than those of the workers before"
+                )
+            )
         digests, expected = facts.get("digests", {}), first.get("digests", {})
         differing = sorted(name for name in digests if name in expected and digests[name] != expected[name])
         if differing:
@@ -236,6 +254,8 @@ class Supervision:
 def _story(worker: Worker, death: ev.Death) -> str:
     """What happened to a worker, in one sentence."""
     who = f"worker {worker.worker_id} ({worker.who}, incarnation {worker.incarnation})"
+    if death.reason:
+        return f"worker {worker.worker_id} (incarnation {worker.incarnation}) could not be started: {death.reason}"
     if worker.kill_reason:
         return (
             f"{who} was killed: {worker.kill_reason}" if worker.state is WorkerState.KILLED else f"{who}: {worker.kill_reason}"
@@ -243,8 +263,11 @@ def _story(worker: Worker, death: ev.Death) -> str:
     return f"{who} {describe_exit(death.returncode, death.cause)}"
 
 
-def _scene(batch: Batch, death: ev.Death) -> str:
-    """What the worker was doing."""
+def scene(batch: Batch, death: ev.Death) -> str:
+    """Return what a worker was doing, e.g. "fetching sample 7 of batch 1"."""
+    if batch.stream >= 0:
+        sample = f" sample {death.sample} of" if death.sample >= 0 else ""
+        return f"{death.stage}{sample} batch {batch.number} of stream {batch.stream}"
     keys = batch.key_list()
     last = death.sample + death.num_samples - 1
     if not 0 <= death.sample <= last < len(keys):
@@ -253,7 +276,7 @@ def _scene(batch: Batch, death: ev.Death) -> str:
         sample = f" {death.num_samples} samples ({keys[death.sample]!r} to {keys[last]!r}) of"
     else:
         sample = f" sample {keys[death.sample]!r} of"
-    return f" while {death.stage}{sample} batch {batch.batch_id}"
+    return f"{death.stage}{sample} batch {batch.batch_id}"
 
 
 def describe_exit(returncode: int | None, cause: str = "") -> str:

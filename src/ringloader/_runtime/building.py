@@ -92,6 +92,7 @@ def check_built(dataset: Any) -> None:
 
 
 PAYLOAD_ALIGNMENT = 64
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def build_collator(settings: dict[str, Any]) -> Collator:
@@ -113,6 +114,26 @@ def retry_from_wire(wire: list[Any]) -> SampleRetry | None:
         return None
     times, backoff_s, kinds = wire
     return SampleRetry(times, tuple([factory.callable_from_wire(kind) for kind in kinds]), backoff_s)  # type: ignore[misc]
+
+
+# A program of more files than this is too large to be told about file by file.
+_MAX_FILES = 1000
+
+
+def user_files() -> dict[str, list[int]]:
+    """The files of the modules that were imported, but for installed packages: path → modification time in ns, size."""
+    installed = tuple({os.path.join(root, "") for root in (sys.prefix, sys.base_prefix, _PACKAGE_ROOT)})
+    found: dict[str, list[int]] = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or path.startswith(installed) or len(found) >= _MAX_FILES:
+            continue
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue  # out of an archive, or gone
+        found[path] = [status.st_mtime_ns, status.st_size]
+    return found
 
 
 def run_init(settings: dict[str, Any], worker_id: int) -> None:

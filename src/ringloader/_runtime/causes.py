@@ -6,6 +6,7 @@ worker left. Must not decide what follows.
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 import time
@@ -32,6 +33,20 @@ class OomCounts:
         if now > before:
             self._grown_s = time.monotonic()
         return time.monotonic() - self._grown_s < _SAME_S
+
+
+def start_failure(error: OSError) -> str:
+    """Say why a process could not be started, and what can be done about it."""
+    advice = _START_ADVICE.get(error.errno or 0)
+    return f"{error}; {advice}" if advice else str(error)
+
+
+_START_ADVICE = {
+    errno.EMFILE: "raise this process's limit of open files (ulimit -n, RLIMIT_NOFILE), or keep fewer files open",
+    errno.ENFILE: "this machine has too many files open (fs.file-max)",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u, or pids.max of the control group), or use fewer workers",
+    errno.ENOMEM: "there is no memory left; use fewer workers",
+}
 
 
 def likely_cause(returncode: int | None, *, is_oom: bool | None, trace: str) -> str:

@@ -20,7 +20,7 @@ from ringloader._core import messages as msg
 from ringloader._core.events import Death, WorkerBroken, WorkerExited, WorkerView
 from ringloader._core.messages import Message
 from ringloader._core.policy import UNREAPED_S
-from ringloader._runtime.causes import OomCounts, likely_cause
+from ringloader._runtime.causes import OomCounts, likely_cause, start_failure
 from ringloader._runtime.memory import private_nbytes
 from ringloader._runtime.pipe import Closed, NonBlockingPipe
 from ringloader._runtime.process import WorkerProcess
@@ -183,7 +183,7 @@ class ProcessPool:
         except OSError as error:
             if page_fd >= 0:
                 os.close(page_fd)
-            death = Death(None, reason=str(error))
+            death = Death(None, reason=start_failure(error))
             return lambda is_wanted: WorkerExited(worker_id, incarnation, death)
         member = _Member(worker_id, incarnation, process, NonBlockingPipe(process.sock))
         setup = msg.Setup(msg.PROTOCOL_VERSION, worker_id, incarnation, os.getpid(), self._settings.settings)
@@ -304,7 +304,9 @@ class ProcessPool:
                 break
             for member in members:
                 member.process.signal(number)
-        for member in members:
+        # Those that could not be ended, too: nobody will ask for them again.
+        self._reap_until(self._abandoned, time.monotonic())
+        for member in [*members, *self._abandoned]:
             self._remove(member)
 
     def close(self) -> None:

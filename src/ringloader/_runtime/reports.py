@@ -5,15 +5,19 @@ Owns the sentences. Must not decide anything.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from ringloader._core import values
+from ringloader._core.events import Death, WorkerView
 from ringloader._core.messages import Failed, StartFailed
 from ringloader._core.room import room_sentence
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Fault, Session
-from ringloader._core.supervision import signal_name
+from ringloader._core.supervision import scene, signal_name
 from ringloader._core.units import counted, in_words
+from ringloader._core.workers import Worker
 from ringloader.errors import (
     ConfigError,
     FactoryError,
@@ -29,8 +33,8 @@ _MAX_KEYS = 16
 _CULPRITS = {"collate": "collate_fn", "set_epoch": "the dataset's set_epoch"}
 
 
-def batch_error(batch: Batch, fault: Fault, *, inline: bool) -> LoaderError:
-    """The exception for a batch that could not be made."""
+def batch_error(batch: Batch, fault: Fault, limit: int, *, inline: bool) -> LoaderError:
+    """The exception for a batch that could not be made; `limit` is `faults.sample_deaths`."""
     worker = None if inline else fault.worker_id
     keys = batch.key_list()
     key = keys[fault.sample] if 0 <= fault.sample < len(keys) else None
@@ -44,25 +48,24 @@ def batch_error(batch: Batch, fault: Fault, *, inline: bool) -> LoaderError:
             value="iterable",
         )
     if batch.stream >= 0:
-        return _stream_error(batch, fault, where, worker)
+        return _stream_error(batch, fault, where, worker, limit)
     if fault.failed is None:
         deaths = batch.deaths.get(fault.sample, 0)
         return WorkerError(
-            f"sample {key!r} ended {counted(deaths, 'worker')} (faults.sample_deaths), {where} with indices {_brief(keys)}; "
+            f"sample {key!r} ended {_deaths(deaths, limit)}, {where} with indices {_brief(keys)}; "
             f"last: {fault.text}; faults.on_bad_sample='skip' or 'replace' leaves such samples out",
             index=key,
             batch=batch.batch_id,
             worker=worker,
             indices=keys,
             deaths=deaths,
-            **_death_facts(fault),
+            **_death_facts(fault.facts),
         )
     return _from_failed(batch, fault.failed, key, where, worker)
 
 
-def _death_facts(fault: Fault) -> dict[str, Any]:
+def _death_facts(known: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of the last death: who it was, how it ended, and its stack."""
-    known = fault.facts
     code = known.get("returncode")
     return {
         "pid": int(known["who"].removeprefix("pid ")) if str(known.get("who", "")).startswith("pid ") else None,
@@ -73,20 +76,24 @@ def _death_facts(fault: Fault) -> dict[str, Any]:
     }
 
 
-def _stream_error(batch: Batch, fault: Fault, where: str, worker: int | None) -> LoaderError:
+def _deaths(deaths: int, limit: int) -> str:
+    last = "" if deaths >= limit else ", and none is left to try it again"
+    return f"{counted(deaths, 'worker')} (faults.sample_deaths={limit}){last}"
+
+
+def _stream_error(batch: Batch, fault: Fault, where: str, worker: int | None, limit: int) -> LoaderError:
     place = f"sample {fault.sample} of batch {batch.number} of stream {batch.stream}"
     if fault.failed is not None:
         return _from_failed(batch, fault.failed, place, where, worker)
     deaths = batch.deaths.get(fault.sample, 0)
     return WorkerError(
-        f"{place} ended {counted(deaths, 'worker')} (faults.sample_deaths), {where}; last: {fault.text}; the rest of the "
-        "stream is left out",
+        f"{place} ended {_deaths(deaths, limit)}, {where}; last: {fault.text}; the rest of the stream is left out",
         index=None,
         batch=batch.batch_id,
         worker=worker,
         indices=[],
         deaths=deaths,
-        **_death_facts(fault),
+        **_death_facts(fault.facts),
     )
 
 
@@ -144,16 +151,22 @@ def lost_error(scheduler: Scheduler, batch: Batch | None) -> LoaderError:
     policy = scheduler.policy.faults
     last = f"; {batch.last_exit}" if batch is not None and batch.last_exit else ""
     which = f"; batch {batch.batch_id} with indices {_brief(batch.key_list())} is missing" if batch is not None else ""
-    if not last:
-        reasons = sorted({w.kill_reason for w in scheduler.workers.all if w.kill_reason})
-        last = f"; {'; '.join(reasons)}" if reasons else ""
+    if not last and scheduler.supervision.last_death:
+        last = f"; {scheduler.supervision.last_death['story']}"
+    num_workers = scheduler.policy.num_workers
+    who = (
+        "the only worker has used up its restarts"
+        if num_workers == 1
+        else f"all {num_workers} workers have used up their restarts"
+    )
     kind = WorkerError if scheduler.supervision.dataset_facts is not None else FactoryError
     return kind(
-        f"all {scheduler.policy.num_workers} workers have used up their restarts "
-        f"(faults.restarts={policy.restarts} within faults.window_s={policy.window_s:g} s){which}{last}",
+        f"{who} (faults.restarts={policy.restarts} within faults.window_s={policy.window_s:g} s){which}{last}",
         restarts=policy.restarts,
         batch=None if batch is None else batch.batch_id,
         indices=[] if batch is None else batch.key_list(),
+        worker=scheduler.supervision.last_death.get("worker"),
+        **_death_facts(scheduler.supervision.last_death),
     )
 
 
@@ -197,7 +210,7 @@ def waiting_line(scheduler: Scheduler, session: Session, observe: Any, waited_s:
     parts = [f"still waiting after {waited_s:.0f} s for batch {batch.batch_id} ({batch.state.value})"]
     for worker in scheduler.workers.everyone():
         view = observe(worker.worker_id, worker.incarnation)
-        doing = f"{view.stage}, sample {view.sample} of fill {view.serial}" if view is not None else "no process"
+        doing = "no process" if view is None else _doing(scheduler, worker, view)
         mark = " has it" if worker.worker_id == batch.worker_id and batch.serial in worker.fills else ""
         parts.append(f"worker {worker.worker_id} ({worker.who}, {worker.state.value}){mark}: {doing}")
     if scheduler.is_starved(session):
@@ -205,6 +218,18 @@ def waiting_line(scheduler: Scheduler, session: Session, observe: Any, waited_s:
     if scheduler.room.refusal is not None:
         parts.append(f"the ring may not grow beyond {in_words(scheduler.slots.nbytes())}: {scheduler.room.refusal.reason}")
     return "; ".join(parts)
+
+
+def _doing(scheduler: Scheduler, worker: Worker, view: WorkerView) -> str:
+    """What a worker is at, and since when."""
+    session_id, fill = worker.fills.get(view.serial, (-1, None))
+    session = scheduler.sessions.get(session_id)
+    batch = session.batches.get(fill.batch_id) if session is not None and fill is not None else None
+    if batch is None:
+        return view.stage
+    since_s = time.monotonic() - view.began_s
+    death = Death(None, view.serial, view.blamed, view.stage, num_samples=view.num_samples)
+    return f"{scene(batch, death)}, begun {since_s:.1f} s ago"
 
 
 def _brief(keys: list[object]) -> str:

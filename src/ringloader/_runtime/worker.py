@@ -204,6 +204,7 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
         prepare,
         retry_from_wire,
         run_init,
+        user_files,
     )
 
     settings: dict[str, Any] = setup.settings
@@ -223,7 +224,7 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     collator = build_collator(settings)
     page.stage(status.INIT)
     run_init(settings, setup.worker_id)
-    facts = describe(dataset)
+    facts = {**describe(dataset), "files": user_files()}
     filler: Filler
     if facts["iterable"]:
         from ringloader._runtime.stream_filler import StreamFiller
