@@ -34,7 +34,7 @@ _SAMPLE_S = 1.0
 _SETTLE_S = 60.0
 _NAMES_ON_MAIN = ("map", "together", "resumed", "stream", "threads")
 # What a run may end with beyond what it began with. Memory: what the allocator's arenas and the report itself take.
-_ALLOWED_NBYTES = 24 << 20
+_ALLOWED_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,13 @@ NUM_EPOCHS = 2
 # Far more deaths than any sample would cause: here they come from outside, and nobody is to blame for them.
 _OFTEN = 1_000_000
 TIMEOUT_S = 1.0
-_FAULTS = {"restarts": _OFTEN, "sample_deaths": _OFTEN, "max_backoff_s": 0.2, "retry": SampleRetry(times=5, backoff_s=0.01)}
+_FAULTS = {
+    "restarts": _OFTEN,
+    "window_s": 60.0,
+    "sample_deaths": _OFTEN,
+    "max_backoff_s": 0.2,
+    "retry": SampleRetry(times=5, backoff_s=0.01),
+}
 
 
 class Mismatch(Exception):
