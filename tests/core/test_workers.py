@@ -112,3 +112,16 @@ def test_p10_batch_begun_just_before_we_stopped_is_excused_too() -> None:
     workers.look(20.5)
     assert workers.overdue(worker, WorkerView(7, 0, 10.2, "fetching"), 22.1) is None
     assert "timeout=2" in (workers.overdue(worker, WorkerView(7, 0, 10.2, "fetching"), 22.3) or "")
+
+
+def test_deaths_for_want_of_memory_at_one_time_are_one() -> None:
+    """The kernel ends several workers at once: the first is charged; one that comes later, or dies otherwise, is again."""
+    workers = pool()
+    first, second = workers.all
+    workers.died(first, 1.0, is_oom=True)
+    workers.died(second, 1.5, is_oom=True)
+    assert (len(first.deaths), len(second.deaths)) == (1, 0)
+    workers.died(second, 1.6)
+    assert len(second.deaths) == 1
+    workers.died(second, 5.0, is_oom=True)
+    assert len(second.deaths) == 2
