@@ -51,7 +51,9 @@ class Images:
 
 class Together(Images):
     def __getitems__(self, indices):
-        if 2 in indices:
+        if indices == [2, 3]:
+            raise OSError("these two together are too much")
+        if 5 in indices:
             raise OSError("no such record")
         return [self[index] for index in indices]
 
@@ -287,11 +289,13 @@ def test_readme_collation_loses_memory_format_and_aliasing(claims: str) -> None:
 
 
 def test_readme_samples_fetched_together_have_no_index_in_an_error(claims: str) -> None:
-    """With `__getitems__` the error has the batch's indices but not the sample's, and bad samples are not left out."""
+    """What no sample brings about by itself has no index and is not skipped; one that fails alone is."""
     faults = FaultPolicy(on_bad_sample="skip")
     with Loader(FactorySpec(f"{claims}:Together"), batch_size=2, num_workers=1, faults=faults) as loader:
         iterator = iter(loader)
         next(iterator)
         with pytest.raises(ringloader.SampleError) as caught:
             next(iterator)
-    assert (caught.value.index, caught.value.indices) == (None, [2, 3])
+        assert (caught.value.index, caught.value.indices) == (None, [2, 3])
+        assert len(next(iterator)) == 1
+        assert loader.skipped == [5]
