@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         InternalError,
         LayoutError,
         LoaderError,
+        LoaderTimeoutError,
         ProtocolError,
         RemoteError,
         RingFullError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ringloader.leases import record_stream, release
     from ringloader.loader import Loader, LoaderStats
     from ringloader.samplers import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedSampler
+    from ringloader.sharing import SharedArrays, SharedRecords
 
 __version__ = "0.1.0"
 
@@ -43,6 +45,7 @@ _MODULES = {
         "InternalError",
         "LayoutError",
         "LoaderError",
+        "LoaderTimeoutError",
         "ProtocolError",
         "RemoteError",
         "RingFullError",
@@ -58,6 +61,7 @@ _MODULES = {
     "factory": ("FactorySpec",),
     "leases": ("record_stream", "release"),
     "loader": ("Loader", "LoaderStats"),
+    "sharing": ("SharedArrays", "SharedRecords"),
     "samplers": ("BatchSampler", "DistributedSampler", "RandomSampler", "SequentialSampler", "WeightedSampler"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
@@ -78,6 +82,7 @@ __all__ = [
     "Loader",
     "LoaderError",
     "LoaderStats",
+    "LoaderTimeoutError",
     "ProtocolError",
     "RandomSampler",
     "RemoteError",
@@ -85,6 +90,8 @@ __all__ = [
     "SampleError",
     "SampleRetry",
     "SequentialSampler",
+    "SharedArrays",
+    "SharedRecords",
     "TokenWindows",
     "WeightedSampler",
     "WorkerError",

@@ -7,7 +7,6 @@ memory go once, into one segment that all workers share. Must not import torch.
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,8 @@ import numpy as np
 
 from ringloader._core import dtypes
 from ringloader._core.array_spec import ArraySpec
+from ringloader._specs import mapped
+from ringloader._specs.handles import Shareable
 from ringloader.datasets import Dataset
 from ringloader.errors import ConfigError
 from ringloader.factory import FactorySpec
@@ -37,7 +38,8 @@ class ArrayDataset(Dataset):
     """Rows of arrays of one length: sample i is row i of each.
 
     `ArrayDataset(x, y)` gives tuples, `ArrayDataset({"image": x, "label": y})` dicts, `ArrayDataset("folder")` dicts of what
-    the folder's `.npy` files hold, by their names without the ending, mapped from the files and not read. Batches are
+    the folder's `.npy` files hold, by their names without the ending, mapped from the files and not read. A `SharedArrays` is
+    taken as a dict is, and attached by workers. Batches are
     `(B, *shape of a row)` tensors: lists of them, or dicts. Arrays may be `np.memmap`s of whole files; torch tensors on the CPU
     are taken as arrays over the same memory.
 
@@ -45,11 +47,12 @@ class ArrayDataset(Dataset):
     """
 
     def __init__(self, *arrays: Any) -> None:
+        self._shared = arrays[0] if len(arrays) == 1 and isinstance(arrays[0], Shareable) else None
         named = _open_arrays(arrays)
         self._names: tuple[str, ...] | None = tuple(named) if isinstance(named, dict) else None
         values = list(named.values()) if isinstance(named, dict) else named
         labels = list(self._names or map(str, range(len(values))))
-        self._columns = [_Column(_as_array(value, label), label) for value, label in zip(values, labels, strict=True)]
+        self._columns = [_Column(as_array(value, label), label) for value, label in zip(values, labels, strict=True)]
         lengths = {label: len(column.array) for label, column in zip(labels, self._columns, strict=True)}
         if len(set(lengths.values())) > 1:
             raise ConfigError(
@@ -81,7 +84,12 @@ class ArrayDataset(Dataset):
 
     @property
     def process_spec(self) -> FactorySpec | None:
-        """What maps the files anew, where all arrays are files; else None: arrays in memory are shared by all workers."""
+        """What maps the files anew, where all arrays are files, or attaches the `SharedArrays` that was given.
+
+        Else None: arrays in memory are sent once, and shared by all workers.
+        """
+        if type(self) is ArrayDataset and self._shared is not None:
+            return FactorySpec(ArrayDataset, self._shared)
         if type(self) is not ArrayDataset or any(column.source is None for column in self._columns):
             return None
         sources = [column.source for column in self._columns]
@@ -117,7 +125,7 @@ class TokenWindows(Dataset):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; give an int of at least 1", option=name, value=value)
         array = _open_file(os.fspath(tokens), dtype) if isinstance(tokens, (str, os.PathLike)) else tokens
-        self._column = _Column(_as_array(array, "tokens"), "tokens")
+        self._column = _Column(as_array(array, "tokens"), "tokens")
         tokens = self._column.array
         if tokens.ndim != 1:
             raise ConfigError(f"tokens has {tokens.ndim} dimensions; give one sequence", option="tokens", value=tokens.shape)
@@ -281,7 +289,7 @@ def _open_file(path: str, dtype: Any) -> Array:
         raise ConfigError(f"{path} cannot be mapped: {error}", option="arrays", value=path) from error
 
 
-def _as_array(value: Any, label: str) -> tuple[Array, str]:
+def as_array(value: Any, label: str) -> tuple[Array, str]:
     """Return an array over a value's memory and its dtype by torch's name."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -303,20 +311,5 @@ def _as_array(value: Any, label: str) -> tuple[Array, str]:
 
 def _mapped_source(array: Array) -> FactorySpec | None:
     """Return what maps the same part of the same file anew, for an array that is a contiguous part of one."""
-    if not isinstance(array, np.memmap) or array.filename is None or not array.size:
-        return None
-    is_c, is_f = array.flags.c_contiguous, array.flags.f_contiguous
-    if array.mode == "c" or not (is_c or is_f):  # what was written to a private mapping is not in its file
-        return None
-    mapping = getattr(array, "_mmap", None)
-    if mapping is None:
-        return None
-    # A slice says the offset of what it was cut from: its own follows from where it lies in the mapping.
-    mapped_from = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-    start = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
-    shape = [int(size) for size in array.shape]
-    return FactorySpec(_map_file, str(array.filename), array.dtype.str, mapped_from + start, shape, "C" if is_c else "F")
-
-
-def _map_file(path: str, dtype: str, offset: int, shape: Sequence[int], order: str) -> Array:
-    return np.memmap(path, dtype, "r", offset, tuple(shape), order)  # type: ignore[call-overload,no-any-return]
+    source = mapped.source_of(array)
+    return None if source is None else FactorySpec(mapped.map_file, *source)

@@ -16,6 +16,7 @@ __all__ = [
     "InternalError",
     "LayoutError",
     "LoaderError",
+    "LoaderTimeoutError",
     "ProtocolError",
     "RemoteError",
     "RingFullError",
@@ -70,6 +71,10 @@ class SampleError(LoaderError):
 
 class WorkerError(LoaderError):
     """A worker died and could not be replaced, or one sample killed workers again and again."""
+
+
+class LoaderTimeoutError(LoaderError, TimeoutError):
+    """Another process took longer than `timeout_s`."""
 
 
 class RingFullError(LoaderError):

@@ -13,6 +13,7 @@ Wire form, packed by `encode`: a node is a list that starts with a one-letter ki
     ["l" | "t", nodes]                  a list or tuple
     ["d", [[key bytes, node], ...]]     a dict
     ["p", bytes]                        a pickle
+    ["h", "module:class", token]        an object in shared memory, whose descriptor travels beside
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import inspect
 import reprlib
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ringloader._core.values import decode, encode
-from ringloader._specs import payload
+from ringloader._specs import handles, payload
+from ringloader._specs.handles import Shareable
 from ringloader._specs.main_module import MAIN_NAMES, unreachable_reason
 from ringloader._specs.payload import MAX_PICKLE_NBYTES, PickledDataset
 from ringloader._specs.references import reference_to, resolve
@@ -52,29 +55,37 @@ class FactorySpec:
     Raises ConfigError, which names the argument, the object in it, where that was defined, and what to do.
     """
 
-    __slots__ = ("_node",)
+    __slots__ = ("_handles", "_node")
     _node: Node
+    _handles: tuple[Shareable, ...]
 
     def __init__(self, target: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         while isinstance(target, functools.partial):
             args, kwargs = (*target.args, *args), {**target.keywords, **kwargs}
             target = target.func
-        function, in_main = _callable_node(target, "target")
+        function = _callable_node(target, "target")
         arg_nodes = [_argument_node(value, f"args[{index}]") for index, value in enumerate(args)]
         kwarg_nodes = {name: _argument_node(value, f"kwargs[{name!r}]") for name, value in kwargs.items()}
-        needs_main = in_main or any(main for _, main in [*arg_nodes, *kwarg_nodes.values()])
+        parts = [function, *arg_nodes, *kwarg_nodes.values()]
+        self._handles = tuple({handle.token: handle for part in parts for handle in part.handles}.values())
         self._node = [
             "s",
-            function,
-            [node for node, _ in arg_nodes],
-            {name: node for name, (node, _) in kwarg_nodes.items()},
-            needs_main,
+            function.node,
+            [part.node for part in arg_nodes],
+            {name: part.node for name, part in kwarg_nodes.items()},
+            any(part.needs_main for part in parts),
+            [handle.token for handle in self._handles],
         ]
 
     @property
     def needs_main(self) -> bool:
         """True when something in it refers to the user's `__main__`, which a worker then has to load first."""
         return bool(self._node[4])
+
+    @property
+    def handles(self) -> tuple[Shareable, ...]:
+        """What it refers to in shared memory, kept as long as the spec is."""
+        return self._handles
 
     def import_target(self) -> None:
         """Import what `build` will call, so that a slow or failing import shows as such. Raises what the import raises."""
@@ -93,10 +104,12 @@ class FactorySpec:
     def from_wire(cls, wire: bytes | memoryview, /) -> FactorySpec:
         """Rebuild a spec from `to_wire`; imports nothing. Raises ProtocolError for other bytes."""
         node = _decode_node(wire)
-        if len(node) != 5 or node[0] != "s":
+        if len(node) != 6 or node[0] != "s":
             raise ProtocolError("bytes that are no factory spec")
         spec = object.__new__(cls)
         spec._node = node
+        found = [handles.find(token) for token in node[5]]
+        spec._handles = tuple(handle for handle in found if handle is not None)
         return spec
 
     def __repr__(self) -> str:
@@ -130,8 +143,13 @@ def callable_to_wire(fn: str | FactorySpec | Callable[..., Any], argument: str) 
 
     Raises ConfigError that names `argument`.
     """
-    node, needs_main = _callable_node(fn, argument)
-    return encode([node, needs_main])
+    return pack_callable(fn, argument)[0]
+
+
+def pack_callable(fn: str | FactorySpec | Callable[..., Any], argument: str) -> tuple[bytes, tuple[Shareable, ...]]:
+    """The same, with what the callable refers to in shared memory."""
+    part = _callable_node(fn, argument)
+    return encode([part.node, part.needs_main]), part.handles
 
 
 def callable_from_wire(wire: bytes | memoryview) -> Callable[..., Any]:
@@ -203,25 +221,34 @@ class _NoNodeError(Exception):
     """The value holds something that only a pickle can carry."""
 
 
-def _callable_node(value: Any, argument: str) -> tuple[Node, bool]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One argument, or the target, as a node."""
+
+    node: Node
+    needs_main: bool
+    handles: tuple[Shareable, ...] = ()
+
+
+def _callable_node(value: Any, argument: str) -> _Part:
     if isinstance(value, str):
         check_reference(value, argument)
-        return ["r", value], value.partition(":")[0] in MAIN_NAMES
+        return _Part(["r", value], value.partition(":")[0] in MAIN_NAMES)
     if not callable(value) and find_process_spec(value) is None:
         raise _not_callable(value, argument)
     return _argument_node(value, argument)
 
 
-def _argument_node(value: Any, argument: str) -> tuple[Node, bool]:
+def _argument_node(value: Any, argument: str) -> _Part:
     writer = _NodeWriter(argument)
     try:
         node = writer.write(value, 0)
         if writer.nbytes > MAX_PICKLE_NBYTES:
             raise payload.too_large(value, argument, MAX_PICKLE_NBYTES)
-        return node, writer.needs_main
+        return _Part(node, writer.needs_main, tuple(writer.handles))
     except _NoNodeError:
-        data, needs_main = payload.pickle_argument(value, argument, find_process_spec)
-        return ["p", data], needs_main
+        pickled = payload.pickle_argument(value, argument, find_process_spec)
+        return _Part(["p", pickled.pickle], pickled.needs_main, pickled.handles)
 
 
 class _NodeWriter:
@@ -230,6 +257,7 @@ class _NodeWriter:
     def __init__(self, argument: str) -> None:
         self.needs_main = False
         self.nbytes = 0
+        self.handles: list[Shareable] = []
         self._argument = argument
 
     def write(self, value: Any, depth: int) -> Node:
@@ -250,12 +278,16 @@ class _NodeWriter:
         return self._write_object(value)
 
     def _write_object(self, value: Any) -> Node:
+        if isinstance(value, Shareable):
+            self.handles.append(value)
+            return ["h", f"{type(value).__module__}:{type(value).__qualname__}", value.token]
         try:
             spec = find_process_spec(value)
         except ConfigError as error:
             raise ConfigError(f"{self._argument}: {error}", **{**error.facts, "argument": self._argument}) from None
         if spec is not None:
             self.needs_main |= spec.needs_main
+            self.handles += spec.handles
             return spec._node
         reference = _reference(value) if callable(value) else None
         if reference is None:
@@ -300,6 +332,8 @@ def _from_node(node: Node) -> Any:
         return resolve(node[1])
     if kind == "p":
         return payload.unpickle(node[1])
+    if kind == "h":
+        return resolve(node[1]).attach_token(node[2])
     if kind in ("l", "t"):
         elements = [_from_node(element) for element in node[1]]
         return elements if kind == "l" else tuple(elements)
@@ -323,6 +357,8 @@ def _node_repr(node: Node) -> str:
         return str(node[1])
     if kind == "p":
         return f"<pickle of {len(node[1])} bytes>"
+    if kind == "h":
+        return f"<{node[1].partition(':')[2]} in shared memory>"
     if kind in ("l", "t"):
         text = ", ".join(_node_repr(element) for element in node[1])
         return f"[{text}]" if kind == "l" else f"({text}{',' if len(node[1]) == 1 else ''})"

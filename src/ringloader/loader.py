@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +28,7 @@ from ringloader._runtime import backends, building, calls, cuda, lifetime, optio
 from ringloader._runtime.engine import Engine
 from ringloader._runtime.keys import num_sampled
 from ringloader._runtime.ring import Ring
+from ringloader._runtime.sources import Closing
 from ringloader._specs import main_module
 from ringloader.errors import ClosedError, ConfigError
 from ringloader.factory import FactorySpec, find_process_spec
@@ -119,8 +120,8 @@ class Loader:
         backend = backends.choose(dataset, self._options, self._rank, self._world_size)
         self._make_backend, self._length = backend.make, backend.length
         self._drop_payload: weakref.finalize[..., Any] | None = None
-        if backend.payload_fd >= 0:
-            self._drop_payload = weakref.finalize(self, os.close, backend.payload_fd)
+        if backend.closing:
+            self._drop_payload = weakref.finalize(self, _close_all, backend.closing)
             self._drop_payload.atexit = False
         self._pin = self._check_cuda()
         self._epoch = 0
@@ -591,6 +592,11 @@ def _refuse_unguarded_main() -> None:
             option="dataset",
             value="__main__",
         )
+
+
+def _close_all(closing: Sequence[Closing]) -> None:
+    for fd, close in closing:
+        close(fd)
 
 
 def _warn_unpinned() -> None:

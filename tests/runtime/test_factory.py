@@ -213,7 +213,7 @@ def test_spec_from_arbitrary_bytes_is_a_protocol_error(wire: bytes) -> None:
 def test_spec_with_unknown_part_is_a_protocol_error() -> None:
     """A part of a later version is named, not misread."""
     with pytest.raises(ProtocolError, match="'z'"):
-        FactorySpec.from_wire(encode(["s", ["z", b""], [], {}, False])).build()
+        FactorySpec.from_wire(encode(["s", ["z", b""], [], {}, False, []])).build()
 
 
 def test_find_process_spec_ignores_other_meanings_of_the_name() -> None:

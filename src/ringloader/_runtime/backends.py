@@ -6,7 +6,7 @@ Owns the choice between processes, threads and the caller's own thread, and what
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ringloader._runtime.building import is_iterable
 from ringloader._runtime.inline import InlinePool
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import ProcessPool
-from ringloader._runtime.sources import LocalBuild
+from ringloader._runtime.sources import Closing, LocalBuild
 from ringloader._runtime.threads import ThreadPool
 from ringloader._runtime.worker_info import WorkerInfo
 from ringloader.errors import ConfigError
@@ -26,12 +26,12 @@ logger = logging.getLogger("ringloader")
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """make: gives the pool, for the descriptor that wakes it. length: of the dataset, -1 where only workers know. payload_fd:
-    what has to be closed when the loader is gone, -1 for nothing."""
+    """make: gives the pool, for the descriptor that wakes it. length: of the dataset, -1 where only workers know. closing:
+    descriptors to be closed when the loader is gone."""
 
     make: Callable[[int], Any]
     length: int
-    payload_fd: int = -1
+    closing: Sequence[Closing] = ()
 
 
 def choose(dataset: Any, options: Options, rank: int, world_size: int) -> Backend:
@@ -44,7 +44,7 @@ def choose(dataset: Any, options: Options, rank: int, world_size: int) -> Backen
     if options.worker_backend == "thread":
         return _threads(dataset, options, rank, world_size)
     try:
-        settings, length = sources.worker_settings(dataset, options, rank, world_size)
+        settings, length, closing = sources.worker_settings(dataset, options, rank, world_size)
     except ConfigError as error:
         is_dataset = str(error.facts.get("argument", "")).partition(".")[0].partition("[")[0] == "dataset"
         if options.worker_backend == "process" or not is_dataset or "reason" not in error.facts:
@@ -56,7 +56,7 @@ def choose(dataset: Any, options: Options, rank: int, world_size: int) -> Backen
         why = "there is a spec" if find_process_spec(dataset) is not None else "the dataset can be pickled"
         logger.info("worker_backend='auto': processes, because %s", why)
     measures = options.faults.max_worker_rss is not None
-    return Backend(lambda wake_fd: ProcessPool(settings, wake_fd, measures_memory=measures), length, settings.payload_fd)
+    return Backend(lambda wake_fd: ProcessPool(settings, wake_fd, measures_memory=measures), length, closing)
 
 
 def _threads(dataset: Any, options: Options, rank: int, world_size: int) -> Backend:

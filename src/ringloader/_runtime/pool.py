@@ -52,11 +52,14 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker is told at its start, apart from who it is; `payload_fd` holds the pickled dataset (-1: none)."""
+    """What a worker is told at its start, apart from who it is.
+
+    `descriptors` go with it: of the pickled dataset, if there is one, and of what the dataset refers to in shared memory.
+    """
 
     settings: dict[str, object]
     hash_seed: int
-    payload_fd: int = -1
+    descriptors: tuple[int, ...] = ()
 
 
 class ProcessPool:
@@ -187,8 +190,7 @@ class ProcessPool:
             return lambda is_wanted: WorkerExited(worker_id, incarnation, death)
         member = _Member(worker_id, incarnation, process, NonBlockingPipe(process.sock))
         setup = msg.Setup(msg.PROTOCOL_VERSION, worker_id, incarnation, os.getpid(), self._settings.settings)
-        payload = [self._settings.payload_fd] if self._settings.payload_fd >= 0 else []
-        member.pipe.send(setup, [page_fd, *payload])
+        member.pipe.send(setup, [page_fd, *self._settings.descriptors])
         os.close(page_fd)
         return lambda is_wanted: self._take_in(member, is_wanted=is_wanted)
 

@@ -54,7 +54,7 @@ class Segment:
         fd = _open_shm(nbytes)
         if fd is not None:
             try:
-                _reserve(fd, nbytes)
+                reserve(fd, nbytes)
                 return cls(fd, nbytes)
             except RoomError:
                 os.close(fd)  # others filled /dev/shm meanwhile
@@ -63,7 +63,7 @@ class Segment:
                 raise
         fd = _translate(os.memfd_create, "ringloader", os.MFD_CLOEXEC)
         try:
-            _reserve(fd, nbytes)
+            reserve(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
@@ -146,12 +146,13 @@ def _forget_name(name: str) -> None:
         pass
 
 
-def _reserve(fd: int, nbytes: int) -> None:
-    for start in range(0, nbytes, _STEP_NBYTES):
-        step = min(_STEP_NBYTES, nbytes - start)
-        if start:
-            check_room(nbytes - start)
-        _translate(os.posix_fallocate, fd, start, step)
+def reserve(fd: int, nbytes: int, start: int = 0) -> None:
+    """Reserve a file's bytes from `start` on. Raises RoomError."""
+    for at in range(start, nbytes, _STEP_NBYTES):
+        step = min(_STEP_NBYTES, nbytes - at)
+        if at:
+            check_room(nbytes - at)
+        _translate(os.posix_fallocate, fd, at, step)
 
 
 def _translate(call: Callable[..., _Result], *args: Any) -> _Result:

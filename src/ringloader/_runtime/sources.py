@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ringloader import factory
@@ -19,6 +20,8 @@ from ringloader._runtime.pool import WorkerSettings
 from ringloader._runtime.seeding import draw_key
 from ringloader._runtime.segment import RoomError, Segment
 from ringloader._specs import main_module
+from ringloader._specs.handles import MAX_HANDLES, Shareable
+from ringloader._specs.payload import PickledDataset
 from ringloader.collation import is_default, make_collator
 from ringloader.errors import ConfigError
 from ringloader.factory import FactorySpec, find_process_spec
@@ -58,11 +61,15 @@ def check_stream_options(options: Options) -> None:
             )
 
 
-def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) -> tuple[WorkerSettings, int]:
-    """Return what process workers are told, and the dataset's length where the parent knows it (else -1). Raises
-    ConfigError."""
+# A descriptor, and what closes it.
+Closing = tuple[int, Callable[[int], None]]
+
+
+def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) -> tuple[WorkerSettings, int, list[Closing]]:
+    """Return what process workers are told, the dataset's length where the parent knows it (else -1), and what has to be closed
+    when the loader is gone. Raises ConfigError."""
     spec = find_process_spec(dataset)
-    collate, init_fn = _callables(options)
+    collate, init_fn, used = _callables(options)
     retry = retry_to_wire(options.faults.retry)
     kinds: list[bytes] = retry[2] if retry else []  # type: ignore[assignment]
     needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn, *kinds) if wire)
@@ -85,28 +92,50 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
         "rank": rank,
         "world_size": world_size,
     }
-    length, payload_fd = -1, -1
+    length = -1
+    closing: list[Closing] = []
     if spec is not None:
         settings["spec"] = spec.to_wire()
+        used += spec.handles
         needs_main = needs_main or spec.needs_main
     else:
-        payload_fd, sizes, pickled_main = _pickle(dataset)
+        payload_fd, sizes, pickled = _pickle(dataset)
+        closing.append((payload_fd, os.close))
         settings["payload_sizes"] = sizes
-        needs_main = needs_main or pickled_main
+        needs_main = needs_main or pickled.needs_main
+        used += pickled.handles
         length = len(dataset) if hasattr(dataset, "__len__") and not is_iterable(dataset) else -1
     main = main_module.describe_main() if needs_main else None
     settings["main"] = main.to_wire() if main is not None else {}
+    shared = {handle.token: handle for handle in used}
+    if len(shared) > MAX_HANDLES:
+        raise ConfigError(
+            f"the dataset refers to {len(shared)} objects in shared memory, of {MAX_HANDLES} at most: keep many arrays in one "
+            "SharedArrays",
+            option="dataset",
+            value=len(shared),
+        )
+    settings["handles"] = list(shared)
+    closing += [handle.lend() for handle in shared.values()]
     hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)
-    return WorkerSettings(settings, hash_seed, payload_fd), length
+    return WorkerSettings(settings, hash_seed, tuple([fd for fd, _ in closing])), length, closing
 
 
-def _callables(options: Options) -> tuple[bytes, bytes]:
+def _callables(options: Options) -> tuple[bytes, bytes, list[Shareable]]:
+    """The user's functions as they travel, and what they refer to in shared memory."""
     collate_fn, init_fn = options.collate_fn, options.worker_init_fn
-    collate = b"" if collate_fn is None or is_default(collate_fn) else factory.callable_to_wire(collate_fn, "collate_fn")
-    return collate, b"" if init_fn is None else factory.callable_to_wire(init_fn, "worker_init_fn")
+    collate = init = b""
+    used: list[Shareable] = []
+    if collate_fn is not None and not is_default(collate_fn):
+        collate, found = factory.pack_callable(collate_fn, "collate_fn")
+        used += found
+    if init_fn is not None:
+        init, found = factory.pack_callable(init_fn, "worker_init_fn")
+        used += found
+    return collate, init, used
 
 
-def _pickle(dataset: Any) -> tuple[int, list[int], bool]:
+def _pickle(dataset: Any) -> tuple[int, list[int], PickledDataset]:
     """Pickle once, into one unnamed segment that all workers map; returns its descriptor and the sizes of its parts."""
     pickled = factory.pickle_dataset(dataset)
     parts = [memoryview(pickled.pickle), *pickled.buffers]
@@ -127,7 +156,7 @@ def _pickle(dataset: Any) -> tuple[int, list[int], bool]:
     view.release()
     fd = os.dup(segment.fd)
     segment.close()
-    return fd, [part.nbytes for part in parts], pickled.needs_main
+    return fd, [part.nbytes for part in parts], pickled
 
 
 class LocalBuild:

@@ -29,6 +29,7 @@ from ringloader._runtime.seeding import LateImports, Seeder
 from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
 from ringloader._runtime.words import format_traceback, safe_text, type_name
 from ringloader._runtime.worker_info import TORCH_MODULE, WorkerInfo, set_worker_info, tell_torch
+from ringloader._specs import handles
 from ringloader.errors import ProtocolError
 
 _PR_SET_PDEATHSIG = 1
@@ -211,6 +212,8 @@ def _build(setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Fill
     seeder = Seeder(settings["seed"])
     page.stage(status.IMPORTING)
     prepare(settings)
+    num_handles = len(settings["handles"])
+    handles.receive(settings["handles"], payload[len(payload) - num_handles :])
     sys.meta_path.insert(0, LateImports(seeder, {TORCH_MODULE: tell_torch}))
     info = WorkerInfo(setup.worker_id, settings["num_workers"], settings["seed"], settings["rank"], settings["world_size"])
     set_worker_info(info)

@@ -16,7 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+from ringloader._specs.handles import Shareable, holder_of, view_of
 from ringloader._specs.main_module import MAIN_NAMES, unreachable_reason
+from ringloader._specs.mapped import map_file, source_of
 from ringloader._specs.refusals import refuse
 from ringloader.errors import ConfigError
 
@@ -31,6 +35,8 @@ class Spec(Protocol):
 
     @property
     def needs_main(self) -> bool: ...
+    @property
+    def handles(self) -> tuple[Shareable, ...]: ...
     @classmethod
     def from_wire(cls, wire: bytes, /) -> Spec: ...
     def to_wire(self) -> bytes: ...
@@ -46,20 +52,31 @@ class PickledDataset:
     """A dataset as bytes.
 
     `pickle` is protocol 5; `buffers` are its out-of-band buffers in order, views of the dataset's own memory; `nbytes` is the
-    size of all of it; `needs_main` says that a worker must load the user's script first.
+    size of all of it; `needs_main` says that a worker must load the user's script first; `handles` is what it refers to in
+    shared memory.
     """
 
     pickle: bytes
     buffers: list[memoryview]
     nbytes: int
     needs_main: bool
+    handles: tuple[Shareable, ...] = ()
 
 
-def pickle_argument(value: Any, argument: str, find_spec: SpecFinder) -> tuple[bytes, bool]:
-    """Pickle one argument, log its size, return it with "refers to `__main__`". Raises ConfigError that names the object."""
-    data, needs_main = _pickle(value, argument, find_spec, None, MAX_PICKLE_NBYTES)
+@dataclass(frozen=True)
+class PickledArgument:
+    """One argument as bytes; `needs_main` and `handles` as for a dataset."""
+
+    pickle: bytes
+    needs_main: bool
+    handles: tuple[Shareable, ...]
+
+
+def pickle_argument(value: Any, argument: str, find_spec: SpecFinder) -> PickledArgument:
+    """Pickle one argument and log its size. Raises ConfigError that names the object."""
+    data, pickler = _pickle(value, argument, find_spec, None, MAX_PICKLE_NBYTES)
     _logger().info("%s is pickled for the workers: %s, %d bytes", argument, _type_name(value), len(data))
-    return data, needs_main
+    return PickledArgument(data, pickler.needs_main, tuple(pickler.handles.values()))
 
 
 def pickle_in_parts(dataset: Any, find_spec: SpecFinder, max_nbytes: int) -> PickledDataset:
@@ -73,7 +90,7 @@ def pickle_in_parts(dataset: Any, find_spec: SpecFinder, max_nbytes: int) -> Pic
         buffers.append(raw)
         return False
 
-    data, needs_main = _pickle(dataset, "dataset", find_spec, keep_small, max_nbytes)
+    data, pickler = _pickle(dataset, "dataset", find_spec, keep_small, max_nbytes)
     nbytes = len(data) + sum(buffer.nbytes for buffer in buffers)
     _logger().info(
         "dataset is pickled for the workers: %s, %d bytes, %d of them out of band",
@@ -81,7 +98,7 @@ def pickle_in_parts(dataset: Any, find_spec: SpecFinder, max_nbytes: int) -> Pic
         nbytes,
         nbytes - len(data),
     )
-    return PickledDataset(data, buffers, nbytes, needs_main)
+    return PickledDataset(data, buffers, nbytes, pickler.needs_main, tuple(pickler.handles.values()))
 
 
 def unpickle(data: bytes | memoryview, buffers: Iterable[Any] = ()) -> Any:
@@ -106,7 +123,7 @@ def _pickle(
     find_spec: SpecFinder,
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None,
     max_nbytes: int,
-) -> tuple[bytes, bool]:
+) -> tuple[bytes, _Pickler]:
     sink = _BoundedSink(max_nbytes)
     pickler = _Pickler(sink, value, find_spec, buffer_callback)
     try:
@@ -119,12 +136,15 @@ def _pickle(
         raise
     except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
         raise refuse(pickler.latest, argument, error=error, root=value) from error
-    return bytes(sink.content), pickler.needs_main
+    return bytes(sink.content), pickler
 
 
 def too_large(value: Any, argument: str, max_nbytes: int) -> ConfigError:
     """Return the error for an argument that outgrows its bound."""
-    remedy = "pass a path and read or memory-map it inside the factory"
+    remedy = (
+        "pass a path and read or memory-map it inside the factory, or keep arrays in SharedArrays and lists of records in "
+        "SharedRecords, which all processes share"
+    )
     return ConfigError(
         f"{argument} is too large to be sent to the workers: {_type_name(value)} takes more than {max_nbytes >> 20} MiB "
         f"({max_nbytes} bytes), and every worker would hold a copy; {remedy}",
@@ -170,6 +190,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(sink, protocol=5, buffer_callback=buffer_callback)
         self.latest = root
         self.needs_main = False
+        self.handles: dict[str, Shareable] = {}
         self._root = root
         self._find_spec = find_spec
 
@@ -180,11 +201,27 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
             raise pickle.PicklingError("an open file belongs to the process that opened it")
+        if isinstance(obj, np.ndarray):
+            return self._reduce_array(obj)
+        if isinstance(obj, Shareable):
+            self.handles[obj.token] = obj
+            return type(obj).attach_token, (obj.token,)
         spec = None if obj is self._root else self._find_spec(obj)
         if spec is not None:
             self.needs_main |= spec.needs_main
+            self.handles.update({handle.token: handle for handle in spec.handles})
             return rebuild_from_spec, (type(spec), spec.to_wire())
         return _reduce_tensor(obj) or NotImplemented
+
+    def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
+        """An array in shared memory, or of a file, as where it lies; any other as it is."""
+        held = holder_of(array) if type(array) is np.ndarray else None
+        if held is not None:
+            holder, offset = held
+            self.handles[holder.token] = holder
+            return view_of, (type(holder), holder.token, offset, array.shape, array.strides, array.dtype.str)
+        source = source_of(array)
+        return NotImplemented if source is None else (map_file, source)
 
     def _check_name(self, named: type | types.FunctionType) -> None:
         if named.__module__ not in MAIN_NAMES:
