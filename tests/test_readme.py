@@ -129,10 +129,20 @@ _OF_WINDOWS = """
 _OF_PADDING = """
             assert mask.shape == (20, 7)
 """
+# Other test runs on this machine must not find it.
+_NAME = f"readme-{os.getpid()}"
+_OF_SHARED = f"""
+    from ringloader.sharing import remove_leftovers
+    loader.close()
+    arrays.close()
+    del loader
+    assert remove_leftovers("{_NAME}") == ["{_NAME}"]
+"""
 _SHARDING = "rank 1 of 2 reads its share of each epoch; world_size=1 has every rank read all of it\n"
 # What a snippet needs to run, and what shows that its comments are true; by what it begins with.
 _SCRIPTS = {
     "from image_folders import": (_PHOTOS, _OF_PHOTOS),
+    "# shared.py": ("", _OF_SHARED),
     "import numpy as np\nfrom ringloader import Loader, TokenWindows": ("", _OF_WINDOWS),
     "import numpy as np\nfrom ringloader import Loader, pad_collate": ("", _OF_PADDING),
     "from ringloader import FactorySpec, Loader, get_worker_info": ("", ""),
@@ -147,6 +157,7 @@ def test_readme_snippets_run_as_they_stand(tmp_path: Path, start: str) -> None:
     """Each is a script of its own, silent, and asserts what it claims."""
     (block,) = [found for found in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S) if found.startswith(start)]
     before, after = _SCRIPTS[start]
+    block = block.replace("pictures-v1", _NAME)
     (tmp_path / "snippet.py").write_text(before + block + after)
     done = subprocess.run(
         [sys.executable, "snippet.py"],

@@ -465,7 +465,7 @@ class SharedRecords(_Shared, Sequence[Any]):
         start, num = self._facts["offsets"], self._facts["num"]
         self._data: memoryview | None = view
         self._offsets: memoryview | None = view[start : start + 8 * (num + 1)].cast("Q")
-        self._num = num
+        self._num: int = num
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -503,10 +503,8 @@ class SharedRecords(_Shared, Sequence[Any]):
 class _Writer:
     """Writes to the end of memory that grows, reserved before it is written to."""
 
-    _written: int
-
     def __init__(self, fd: int, name: str, start: int) -> None:
-        self.position = start
+        self.position: int = start
         self._fd, self._name = fd, name
         self._pending = bytearray()
         self._written = start
@@ -542,9 +540,8 @@ class _Writer:
     def finish(self) -> int:
         """Write what is left, give back what was reserved too much; returns the size of all."""
         self._flush()
-        nbytes: int = self._written
-        os.ftruncate(self._fd, nbytes)
-        return nbytes
+        os.ftruncate(self._fd, self.position)
+        return self.position
 
 
 def remove_leftovers(*names: str) -> list[str]:
