@@ -142,7 +142,7 @@ _SHARDING = "rank 1 of 2 reads its share of each epoch; world_size=1 has every r
 # What a snippet needs to run, and what shows that its comments are true; by what it begins with.
 _SCRIPTS = {
     "from image_folders import": (_PHOTOS, _OF_PHOTOS),
-    "# shared.py": ("", _OF_SHARED),
+    "import numpy as np\nfrom ringloader import FactorySpec, Loader, SharedArrays": ("", _OF_SHARED),
     "import numpy as np\nfrom ringloader import Loader, TokenWindows": ("", _OF_WINDOWS),
     "import numpy as np\nfrom ringloader import Loader, pad_collate": ("", _OF_PADDING),
     "from ringloader import FactorySpec, Loader, get_worker_info": ("", ""),
