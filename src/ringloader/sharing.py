@@ -51,6 +51,7 @@ class _Building(threading.local):
     """The file of a name that is being built on this thread: what is made first meanwhile is made there."""
 
     partial: Partial | None = None
+    names: tuple[str, ...] = ()  # of all that are being built here, one inside the other
 
     def take(self) -> Partial | None:
         """The file, for the first that asks."""
@@ -219,8 +220,14 @@ class _Shared(Shareable):
                 f"version is {version!r:.100}; give a text of up to {_MAX_VERSION} characters", option="version", value=version
             )
 
+        if name in _building.names:
+            raise ConfigError(
+                f"the builder of {name!r} asks for {name!r} itself; give it another name", option="name", value=name
+            )
+
         def build(partial: Partial) -> _Kind:
-            _building.partial = partial
+            outer, _building.partial = _building.partial, partial
+            _building.names = (*_building.names, name)
             try:
                 built = builder()
                 if not (isinstance(built, cls) and built._fd == partial.fd):
@@ -229,7 +236,7 @@ class _Shared(Shareable):
                     _building.partial = partial
                     built = cls._copy_of(built, writable=writable)
             finally:
-                _building.partial = None
+                _building.partial, _building.names = outer, _building.names[:-1]
             built._facts.update(version=version, writable=writable)
             named.write_header(partial.fd, built._nbytes, built._facts)
             return cls._over(partial.fd, built._facts, built._nbytes, token=None, close=named.close)

@@ -321,6 +321,22 @@ def test_builder_that_raises_leaves_nothing_and_the_next_builds(name: str) -> No
         assert records[0] == {"n": 1}
 
 
+def test_builder_may_build_another_name_but_not_its_own(name: str) -> None:
+    """One inside the other is fine; itself is refused, instead of waiting for itself."""
+
+    def build() -> SharedArrays:
+        with SharedRecords.attach_or_build(f"{name}-inner", lambda: [{"n": k} for k in range(100)]) as inner:
+            made = SharedArrays.empty({"x": ((100,), "int64")})
+            made["x"][...] = [record["n"] for record in inner]
+            return made
+
+    with SharedArrays.attach_or_build(name, build) as arrays:
+        assert (arrays["x"] == _Y).all()
+    assert remove_leftovers(f"{name}-inner", name) == [f"{name}-inner", name]
+    with pytest.raises(ConfigError, match="asks for .* itself"):
+        SharedArrays.attach_or_build(name, lambda: SharedArrays.attach_or_build(name, dict))
+
+
 _BUILDER = """
 import sys, time
 import numpy as np
