@@ -333,7 +333,7 @@ def test_builder_may_build_another_name_but_not_its_own(name: str) -> None:
     with SharedArrays.attach_or_build(name, build) as arrays:
         assert (arrays["x"] == _Y).all()
     assert remove_leftovers(f"{name}-inner", name) == [f"{name}-inner", name]
-    with pytest.raises(ConfigError, match="asks for .* itself"):
+    with pytest.raises(ConfigError, match=r"asks for .* itself"):
         SharedArrays.attach_or_build(name, lambda: SharedArrays.attach_or_build(name, dict))
 
 

@@ -54,14 +54,15 @@ class Blame:
         if death.sample < 0:
             return restarts, ""
         if death.num_samples > 1 and batch.stream < 0:
-            return self._narrow(worker, batch, death, restarts=restarts), ""
+            return self._narrow(worker, session, batch, death, story, facts, restarts=restarts), ""
         sample = death.sample
         # It was among those of every range before: each was narrower than the last.
         batch.deaths[sample] = batch.deaths.get(sample, 0) + 1 + batch.num_range_deaths
         batch.num_range_deaths = 0
         batch.charged.setdefault(sample, []).append(worker.worker_id)
-        is_bad = batch.deaths[sample] >= self._faults.sample_deaths
         key = batch.key_list()[sample] if batch.stream < 0 and sample < batch.num_keys else None
+        is_known = batch.stream < 0 and key in self.deadly  # found out by another batch, while this one was on its way
+        is_bad = batch.deaths[sample] >= self._faults.sample_deaths or is_known
         if is_bad and batch.stream < 0 and sample < batch.num_keys:
             self.deadly.add(key)
         charged = [*batch.charged[sample], *batch.charged.get(_TOGETHER, [])]
@@ -79,9 +80,27 @@ class Blame:
                 self._room.end_stream(session, batch.stream, batch.number + 1)
         return restarts, ""
 
-    def _narrow(self, worker: Worker, batch: Batch, death: ev.Death, *, restarts: bool) -> bool:
+    def _narrow(
+        self,
+        worker: Worker,
+        session: Session,
+        batch: Batch,
+        death: ev.Death,
+        story: str,
+        facts: Mapping[str, Any],
+        *,
+        restarts: bool,
+    ) -> bool:
         start, stop = death.sample, death.sample + death.num_samples
         batch.num_range_deaths += 1
+        if batch.cuts and (start, stop) == (0, batch.num_keys):
+            # It was fetched in pieces just before, and no piece did it: all of it together does.
+            session.fail(batch, Fault("deaths", -1, worker.worker_id, None, story, facts))
+            batch.charged.setdefault(_TOGETHER, []).append(worker.worker_id)
+            for worker_id in batch.charged[_TOGETHER]:
+                self._workers.refund(self._workers.all[worker_id])
+            self._workers.reprieve(worker)
+            return True
         if batch.num_range_deaths >= min(2, self._faults.sample_deaths):
             batch.cuts = np.array(cuts(start, stop, batch.num_keys), np.int64).tobytes()
         is_narrower = batch.suspect is not None and batch.suspect[0] <= start and stop <= batch.suspect[1]
@@ -111,8 +130,7 @@ class Blame:
             return
         while places:
             if not self._leave_out(session, batch, places[0]):
-                text = "each of its samples has ended workers before, or stands beside one that has"
-                session.fail(batch, Fault("deaths", places[0], -1, None, text))
+                session.fail(batch, Fault("deadly", places[0], -1))
                 return
             places = [place for place, key in enumerate(batch.key_list()) if key in self.deadly]
 

@@ -24,6 +24,7 @@ class Calls:
         self._workers = workers
         self._outbox = outbox
         self._answers: dict[int, dict[int, msg.Called]] = {}  # call id → worker id →
+        self._pending: dict[tuple[int, int], set[int]] = {}  # worker id and incarnation → ids of calls it has not answered
 
     def make(self, method: str, arguments: bytes) -> int:
         """Have every worker run a method; returns the call's id."""
@@ -33,16 +34,29 @@ class Calls:
         self._answers[call_id] = {}
         for worker in self._workers.everyone():
             if worker.state is WorkerState.RUNNING:
-                self._outbox.append(ev.SendCall(worker.worker_id, worker.incarnation, call))
+                self._send(worker, call)
         return call_id
+
+    def _send(self, worker: Worker, call: msg.Call) -> None:
+        self._pending.setdefault((worker.worker_id, worker.incarnation), set()).add(call.call_id)
+        self._outbox.append(ev.SendCall(worker.worker_id, worker.incarnation, call))
+
+    def are_pending(self, worker: Worker) -> bool:
+        """A worker has not answered all calls that it was sent."""
+        return bool(self._pending.get((worker.worker_id, worker.incarnation)))
+
+    def ended(self, worker: Worker) -> None:
+        """A worker has ended, and will answer nothing more."""
+        self._pending.pop((worker.worker_id, worker.incarnation), None)
 
     def repeat(self, worker: Worker) -> None:
         """A worker is ready: before its first batch it runs what the others have run."""
         for call in self.recorded:
-            self._outbox.append(ev.SendCall(worker.worker_id, worker.incarnation, call))
+            self._send(worker, call)
 
     def answered(self, worker: Worker, message: msg.Called) -> None:
         """A worker has run a method, or failed to."""
+        self._pending.get((worker.worker_id, worker.incarnation), set()).discard(message.call_id)
         answers = self._answers.get(message.call_id)
         if answers is not None:
             answers[worker.worker_id] = message

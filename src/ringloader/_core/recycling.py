@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 
 from ringloader._core import events as ev
+from ringloader._core.calls import Calls
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.session import Session
 from ringloader._core.units import in_words
@@ -27,8 +28,12 @@ _MAX_PAUSE_S = 600.0
 class Recycling:
     """Changes healthy workers."""
 
-    def __init__(self, policy: PoolPolicy, workers: Workers, sessions: dict[int, Session], outbox: deque[ev.Command]) -> None:
+    def __init__(
+        self, policy: PoolPolicy, workers: Workers, calls: Calls, sessions: dict[int, Session], outbox: deque[ev.Command]
+    ) -> None:
+        self._calls = calls
         self.num_recycled = 0
+        self.is_over = False  # nothing will come of the run any more
         self._limits = policy.faults
         self._is_on = policy.recycles and policy.faults.recycles
         self._workers = workers
@@ -50,13 +55,14 @@ class Recycling:
 
     def settle(self, now_s: float) -> None:
         """Take every step that can be taken now."""
-        if not self._is_on:
+        if not self._is_on or self.is_over:
             return
         for worker_id, successor in list(self._workers.successors.items()):
             if successor.state is WorkerState.RUNNING and self._may_give_way(self._workers.all[worker_id]):
                 self._change(self._workers.all[worker_id], successor, now_s)
         for worker in self._workers.retiring:
-            if worker.state is WorkerState.RETIRING and not worker.fills and not worker.is_told:
+            is_idle = not worker.fills and not self._calls.are_pending(worker)
+            if worker.state is WorkerState.RETIRING and is_idle and not worker.is_told:
                 worker.is_told, worker.since_s = True, now_s
                 self._outbox.append(ev.StopWorker(worker.worker_id, worker.incarnation))
         if not self._workers.successors and not self._workers.retiring:
@@ -75,8 +81,9 @@ class Recycling:
     def _may_give_way(self, worker: Worker) -> bool:
         if all(session.streams is None for session in self._sessions.values()):
             return True
-        worker.is_draining = True
-        return not worker.fills
+        # An epoch may have begun since the successor was started, of a stream that it would have to read from the beginning.
+        worker.is_draining = self._can_resume()
+        return worker.is_draining and not worker.fills
 
     def _change(self, worker: Worker, successor: Worker, now_s: float) -> None:
         """The successor takes the worker's place."""
@@ -103,7 +110,7 @@ class Recycling:
         worker = self._workers.all[successor.worker_id]
         worker.is_draining = False
         if worker.state is WorkerState.RUNNING:
-            pause_s = min(_MAX_PAUSE_S, self._limits.backoff_s * 2.0**worker.num_spared)
+            pause_s = min(_MAX_PAUSE_S, self._limits.backoff_s * 2.0 ** min(worker.num_spared, 32))
             worker.num_spared += 1
             worker.spared_until_s = now_s + pause_s
             text = f"{story}; it was to take the place of {worker.who}, which goes on, and is tried again in {pause_s:g} s"

@@ -27,7 +27,7 @@ from ringloader._core.room import Room, writer_mark
 from ringloader._core.session import Batch, BatchState, Fault, Session
 from ringloader._core.slots import SlotEvent, SlotState, Survivors
 from ringloader._core.supervision import Observe, Supervision
-from ringloader._core.workers import Worker, WorkerState
+from ringloader._core.workers import LOOK_S, Worker, WorkerState
 from ringloader.errors import InternalError
 
 
@@ -191,8 +191,9 @@ class Scheduler:
         for session in sessions:
             while self._issue_next(session):
                 pass
-        if self.workers.look_at_s is None:
-            self.workers.plan_look(now_s)
+        look_at_s = self.workers.look_at_s
+        if look_at_s is None or look_at_s > now_s + LOOK_S:
+            self.workers.plan_look(now_s)  # what is planned may be the limit of a start, and far
 
     # --- what the shell asks --------------------------------------------------------------------------------------------
 

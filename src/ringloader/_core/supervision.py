@@ -20,7 +20,7 @@ from ringloader._core.calls import Calls
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.recycling import Recycling
 from ringloader._core.room import Room
-from ringloader._core.session import Batch, Session
+from ringloader._core.session import Batch, BatchState, Session
 from ringloader._core.units import counted
 from ringloader._core.workers import STOP_S, Worker, Workers, WorkerState
 
@@ -35,7 +35,7 @@ class Supervision:
         self.workers = Workers(policy)
         self.calls = Calls(self.workers, outbox)
         self.blame = Blame(policy.faults, self.workers, room)
-        self.recycling = Recycling(policy, self.workers, sessions, outbox)
+        self.recycling = Recycling(policy, self.workers, self.calls, sessions, outbox)
         self.dataset_facts: dict[str, Any] | None = None
         self.start_fault: msg.StartFailed | None = None  # no worker could start: nothing will ever come
         self.mismatch: str | None = None  # workers built different datasets
@@ -62,11 +62,13 @@ class Supervision:
         if self.dataset_facts is None:
             self.dataset_facts = message.facts
         else:
-            self._compare(worker, message.facts)
-        if self.mismatch is not None:
-            # No batch may come from it, and the run is over.
-            self._kill(worker, self.mismatch, now_s, dump=False)
-            return
+            mismatch = self._compare(worker, message.facts)
+            if mismatch is not None:
+                # No batch may come from it. The run is over, but for a successor, whose worker is as good as before.
+                if worker is not self.workers.successors.get(worker.worker_id):
+                    self.mismatch, self.recycling.is_over = mismatch, True
+                self._kill(worker, mismatch, now_s, dump=False)
+                return
         worker.state, worker.since_s = WorkerState.RUNNING, now_s
         self.calls.repeat(worker)
 
@@ -85,6 +87,7 @@ class Supervision:
         if event.death.reason:
             worker.kill_reason = f"it could not be started: {event.death.reason}"  # what a pool that is lost says
         story = _story(worker, event.death)
+        self.calls.ended(worker)
         if worker is self.workers.successors.get(worker.worker_id):
             self.recycling.failed(worker, story, now_s)
             return
@@ -109,8 +112,11 @@ class Supervision:
             story += f" while {scene(blamed[1], death)}"
         self.last_death = {"worker": worker.worker_id, "story": story, **facts}
         if blamed is not None:
+            num_deadly = self.blame.deadly.num_added
             restarts, words = self.blame.charge(worker, *blamed, death, story, facts, restarts=restarts)
             story += words
+            if self.blame.deadly.num_added > num_deadly:
+                self._meet_all()
         if blamed is not None and blamed[0].streams is not None and not (self.dataset_facts or {}).get("can_replay", True):
             story += "; its stream cannot be read again (can_replay), so what was read and not delivered is lost: at most once"
         self._tell_death(worker, story, death, restarts=restarts or not is_present)
@@ -119,6 +125,13 @@ class Supervision:
         elif worker.worker_id in self.workers.successors:
             self._succeed(worker, now_s)
         self.workers.plan_look(now_s)
+
+    def _meet_all(self) -> None:
+        """A sample was found out: batches that wait, and hold it too, need not find it out again."""
+        for session in self._sessions.values():
+            for batch in list(session.batches.values()):
+                if batch.state is BatchState.WAITING:
+                    self.blame.meet(session, batch)
 
     def _succeed(self, worker: Worker, now_s: float) -> None:
         """A worker has died whose successor is there already, or being started."""
@@ -179,7 +192,7 @@ class Supervision:
         elif worker.state is WorkerState.STARTING and self.workers.start_overdue(worker, now_s):
             view = observe(worker.worker_id, worker.incarnation)
             stage = view.stage if view is not None else "starting"
-            limit_s = self.policy.faults.start_timeout_s
+            limit_s = self.workers.start_limit_s(worker)
             self._kill(
                 worker, f"it was not ready after {limit_s:g} s (faults.start_timeout_s), stage: {stage}", now_s, dump=True
             )
@@ -216,18 +229,16 @@ class Supervision:
             return
         self._bury(worker, death, story, blamed, now_s)
 
-    def _compare(self, worker: Worker, facts: dict[str, Any]) -> None:
-        """Rebuilt means rebuilt alike: hold a worker's dataset against the first one's."""
+    def _compare(self, worker: Worker, facts: dict[str, Any]) -> str | None:
+        """Rebuilt means rebuilt alike: hold a worker's dataset against the first. Returns why it is another one, if it is."""
         first: dict[str, Any] = self.dataset_facts or {}
         for name in ("length", "fingerprint"):
             if facts.get(name) != first.get(name):
-                self.mismatch = (
+                return (
                     f"worker {worker.worker_id} (incarnation {worker.incarnation}) built another dataset: "
                     f"{name} {facts.get(name)!r} instead of {first.get(name)!r}; usual causes are an unseeded shuffle or "
                     "split, an unsorted directory listing, the order of a set, or files that changed since the first start"
                 )
-        if self.mismatch is not None:
-            return
         files, before = facts.get("files", {}), first.get("files", {})
         changed = sorted(path for path in files if path in before and files[path] != before[path])
         if changed and worker.incarnation > 1:
@@ -249,6 +260,7 @@ class Supervision:
                     "if samples depend on it, build it the same way everywhere (sorted listings, seeded draws)"
                 )
             )
+        return None
 
 
 def _story(worker: Worker, death: ev.Death) -> str:

@@ -20,6 +20,8 @@ LOOK_S = 1.0
 _LATE_S = 0.3
 # Deaths for want of memory within this time of each other have one cause.
 _SAME_OOM_S = 1.0
+# How long a successor may take to be ready where there is no `start_timeout_s`.
+_SUCCESSOR_START_S = 600.0
 # Until a worker that was told to stop, because its successor is there, is killed.
 STOP_S = 10.0
 
@@ -34,7 +36,7 @@ class WorkerState(enum.Enum):
     RETIRING = "retiring"  # its successor has taken over; it finishes what it was given
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
     """One worker id and its present incarnation. Times on the monotonic clock."""
 
@@ -160,7 +162,7 @@ class Workers:
         if worker.num_fruitless < 2:
             return 0.0
         faults = self.policy.faults
-        return min(faults.max_backoff_s, faults.backoff_s * 2.0 ** (worker.num_fruitless - 2))
+        return min(faults.max_backoff_s, faults.backoff_s * 2.0 ** min(worker.num_fruitless - 2, 32))
 
     def look(self, now_s: float) -> None:
         """Excuse every worker for time in which this process did not run: stopped, suspended, or blocked as a whole."""
@@ -193,8 +195,13 @@ class Workers:
         return None
 
     def start_overdue(self, worker: Worker, now_s: float) -> bool:
-        limit_s = self.policy.faults.start_timeout_s
+        limit_s = self.start_limit_s(worker)
         return limit_s is not None and now_s - worker.since_s > limit_s
+
+    def start_limit_s(self, worker: Worker) -> float | None:
+        """How long a worker may take to be ready. Nobody waits for a successor, so that one always has a limit."""
+        limit_s = self.policy.faults.start_timeout_s
+        return _SUCCESSOR_START_S if limit_s is None and worker in self.successors.values() else limit_s
 
     def plan_look(self, now_s: float) -> None:
         """Bring the next look forward to when something may become due; one that is planned is never put off."""
@@ -209,7 +216,7 @@ class Workers:
         if worker.state is WorkerState.KILLED:
             return worker.since_s + self.policy.unreaped_s
         if worker.state is WorkerState.STARTING:
-            limit_s = self.policy.faults.start_timeout_s
+            limit_s = self.start_limit_s(worker)
             return None if limit_s is None else worker.since_s + limit_s + 0.001
         if worker.is_told:
             return worker.since_s + STOP_S

@@ -51,8 +51,8 @@ class Delivery:
     def deliver(self, session: Session, batch: Batch) -> Any:
         """Hand a ready or failed batch over: its value as a 1-tuple, or the exception that takes its place."""
         if batch.fault is not None:
-            limit = self._scheduler.policy.faults.sample_deaths
-            error = reports.batch_error(batch, batch.fault, limit, inline=self._is_inline)
+            policy = self._scheduler.policy.faults
+            error = reports.batch_error(batch, batch.fault, policy, inline=self._is_inline)
             self._scheduler.hand_over(session, batch)
             return error
         filled = batch.filled

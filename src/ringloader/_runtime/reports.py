@@ -12,6 +12,7 @@ from typing import Any
 from ringloader._core import values
 from ringloader._core.events import Death, WorkerView
 from ringloader._core.messages import Failed, StartFailed
+from ringloader._core.policy import FaultPolicy
 from ringloader._core.room import room_sentence
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Fault, Session
@@ -33,9 +34,10 @@ _MAX_KEYS = 16
 _CULPRITS = {"collate": "collate_fn", "set_epoch": "the dataset's set_epoch"}
 
 
-def batch_error(batch: Batch, fault: Fault, limit: int, *, inline: bool) -> LoaderError:
-    """The exception for a batch that could not be made; `limit` is `faults.sample_deaths`."""
-    worker = None if inline else fault.worker_id
+def batch_error(batch: Batch, fault: Fault, policy: FaultPolicy, *, inline: bool) -> LoaderError:
+    """The exception for a batch that could not be made."""
+    limit = policy.sample_deaths
+    worker = None if inline or fault.worker_id < 0 else fault.worker_id
     keys = batch.key_list()
     key = keys[fault.sample] if 0 <= fault.sample < len(keys) else None
     where = f"batch {batch.batch_id}" + ("" if worker is None else f", worker {worker}")
@@ -49,11 +51,27 @@ def batch_error(batch: Batch, fault: Fault, limit: int, *, inline: bool) -> Load
         )
     if batch.stream >= 0:
         return _stream_error(batch, fault, where, worker, limit)
-    if fault.failed is None:
-        deaths = batch.deaths.get(fault.sample, 0)
+    if fault.kind == "deadly":
         return WorkerError(
-            f"sample {key!r} ended {_deaths(deaths, limit)}, {where} with indices {_brief(keys)}; "
-            f"last: {fault.text}; faults.on_bad_sample='skip' or 'replace' leaves such samples out",
+            f"nothing is left of {where}: its samples {_brief(keys)} have ended workers before, and are not tried again "
+            f"(faults.on_bad_sample={policy.on_bad_sample!r})",
+            index=key,
+            batch=batch.batch_id,
+            worker=None,
+            indices=keys,
+            deaths=0,
+            **_death_facts({}),
+        )
+    if fault.failed is None:
+        is_one = fault.sample >= 0
+        deaths = batch.deaths.get(fault.sample, 0) if is_one else batch.num_range_deaths
+        what = f"sample {key!r}" if is_one else f"fetching the {len(keys)} samples in one call, and none of them alone,"
+        advice = "; faults.on_bad_sample='skip' or 'replace' leaves such samples out" if policy.on_bad_sample == "raise" else ""
+        if not is_one:
+            advice = "; make batches smaller, or leave __getitems__ and write_batch out"
+        return WorkerError(
+            f"{what} ended {_deaths(deaths, limit if is_one else deaths)}, {where} with indices {_brief(keys)}; "
+            f"last: {fault.text}{advice}",
             index=key,
             batch=batch.batch_id,
             worker=worker,
