@@ -2,12 +2,12 @@
 
 Method. Each configuration is a process of its own: it makes the dataset, reads epochs until every worker has touched every row
 (each sample touches all of them), and sums the proportional set size (PSS) of itself and its workers, all shared memory
-included. Then it reads two more epochs and sums again, for what grows by being read. Datasets: `plain`, a user's class with an
-array; `tensors`, torch's `TensorDataset`; `shared`, the same class over `SharedArrays`; `file`, over a memory-mapped `.npy`;
-`dicts`, a list of small dicts, which ringloader refuses to send, and `records`, the same as `SharedRecords`. What would not fit
-into three quarters of the memory available is left out and says so. What the process took before it made the dataset, torch
-imported, is taken off: a training program has that anyway. `costs` are times: making a `SharedArrays` against copying
-into new memory, attaching one by name, and reading one record.
+included. Then it reads two more epochs (of dicts and records one) and sums again, for what grows by being read. Datasets:
+`plain`, a user's class with an array; `tensors`, torch's `TensorDataset`; `shared`, the same class over `SharedArrays`; `file`,
+over a memory-mapped `.npy`; `dicts`, a list of small dicts, which ringloader refuses to send, and `records`, the same as
+`SharedRecords`. What would not fit into three quarters of the memory available is left out and says so. What the process took
+before it made the dataset, torch imported, is taken off: a training program has that anyway. `costs` are times: making a
+`SharedArrays` against copying into new memory, attaching one by name, and reading one record.
 
     python -m benchmarks.bench_memory --json memory.json --plot memory.png
 """
@@ -73,13 +73,14 @@ class TouchesTensors:
 
 
 class TouchesRecords:
-    """The same over records."""
+    """The same over records: fewer samples, for each takes seconds."""
 
-    def __init__(self, records: Any) -> None:
+    def __init__(self, records: Any, num_samples: int) -> None:
         self.records = records
+        self.num_samples = num_samples
 
     def __len__(self) -> int:
-        return 64
+        return self.num_samples
 
     def __getitem__(self, index: int) -> Any:
         total = 0
@@ -153,7 +154,10 @@ def _run(job: Job) -> dict[str, Any]:
 
 def _child(given: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.bench_memory", "--one", json.dumps(given)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"skipped": f"took more than {_TIMEOUT_S} s"}
     if done.returncode:
         return {"skipped": done.stderr.strip().splitlines()[-1][:120] if done.stderr.strip() else f"code {done.returncode}"}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -197,8 +201,9 @@ def measure(job: Job) -> dict[str, Any]:
             pids |= {int(batch[0, 0]) for batch in loader}
             if len(pids) >= job.num_workers:
                 break
+        num_more = job.num_epochs - 1 if job.case not in ("dicts", "records") else 1
         first = _pss(pids)
-        for _ in range(job.num_epochs - 1):
+        for _ in range(num_more):
             pids |= {int(batch[0, 0]) for batch in loader}
         later = _pss(pids)
     mib = 1 << 20
@@ -261,11 +266,11 @@ def _records(job: Job) -> tuple[Any, int, int]:
             }
 
     if job.case == "dicts":
-        return TouchesRecords(list(made())), job.num_records * _RECORD_NBYTES, 1
+        return TouchesRecords(list(made()), 3 * job.num_workers), job.num_records * _RECORD_NBYTES, 1
     from ringloader import SharedRecords
 
     records = SharedRecords(made())
-    return TouchesRecords(records), records.nbytes, 1
+    return TouchesRecords(records, 3 * job.num_workers), records.nbytes, 1
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ was lost, repeated, changed or left behind, or fewer faults were survived than `
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ from soak_faults import Injector
 from soak_readers import Crew, Reader, jobs
 
 _SAMPLE_S = 1.0
+# Longer than any fault takes: a reader that has had no batch for so long hangs.
+_STUCK_S = 60.0
 # What counts as the beginning, after which nothing may grow: a minute, or a third of a short run.
 _SETTLE_S = 60.0
 _NAMES_ON_MAIN = ("map", "together", "resumed", "stream", "threads")
@@ -105,7 +108,8 @@ class Soak:
         self.crews[1].end()
         thread.join(60)
         watcher.join(10)
-        self.injector.end()
+        if thread.is_alive():
+            self.crews[1].failure = self.crews[1].failure or TimeoutError("the second crew does not come to an end")
 
     def close(self) -> None:
         """Close every loader, and look once more."""
@@ -117,9 +121,20 @@ class Soak:
         while time.monotonic() - self.began_s < self.seconds:
             time.sleep(_SAMPLE_S)
             self.usages.append(usage(self.began_s))
+            self._check_progress()
             if any(crew.failure is not None for crew in self.crews) or self.injector.failure is not None:
                 break
         self.crews[0].end()
+
+    def _check_progress(self) -> None:
+        """End everything when a reader has had nothing for a long time: it may sit in a `next` that never returns."""
+        for reader in self.readers:
+            waited_s = time.monotonic() - max(reader.latest_s, self.began_s)
+            if waited_s > _STUCK_S:
+                sys.stderr.write(f"{reader.job.name} has had no batch for {waited_s:.0f} s\n")
+                faulthandler.dump_traceback(all_threads=True)
+                self.injector.end()
+                os._exit(3)
 
     @property
     def failures(self) -> list[BaseException]:
@@ -150,7 +165,7 @@ def judge(soak: Soak, least_kills: int, least_hangs: int) -> list[str]:
     last = soak.usages[-1]
     claimed = data.count_claimed(soak.folder)
     grown = growth(soak)
-    for name, allowed in (("descriptors", 8), ("threads", 4), ("mappings", 40), ("private_nbytes", _ALLOWED_NBYTES)):
+    for name, allowed in (("descriptors", 16), ("threads", 6), ("mappings", 60), ("private_nbytes", _ALLOWED_NBYTES)):
         if grown.get(name, 0) > allowed:
             reasons.append(f"{grown[name]:.0f} {name} more at the end than after the beginning")
     if last.zombies or last.shm_names:
@@ -158,6 +173,9 @@ def judge(soak: Soak, least_kills: int, least_hangs: int) -> list[str]:
     if psutil.Process().children():
         reasons.append(f"processes are left: {psutil.Process().children()}")
     num_kills = soak.injector.done["kill"] + sum(claimed[kind] for kind in ("exit", "abort", "garbage", "torn"))
+    idle = [reader.job.name for reader in soak.readers if not reader.num_batches]
+    if idle:
+        reasons.append(f"nothing was read by {', '.join(idle)}")
     if num_kills < least_kills or claimed["hang"] < least_hangs:
         reasons.append(f"{num_kills} kills and {claimed['hang']} hangs only, of {least_kills} and {least_hangs} asked for")
     return reasons
@@ -232,11 +250,15 @@ def main() -> int:
     os.close(write_fd)
     logging.basicConfig(filename=options.log or os.devnull, level=logging.INFO, format="%(asctime)s %(message)s")
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and clean up
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         soak = Soak(options.minutes * 60, options.seed, folder)
         threading.Thread(target=drain, args=(read_fd, soak), daemon=True).start()
         with Live(get_renderable=lambda: reader_table(soak), console=console, refresh_per_second=1, transient=True):
-            soak.run()
+            try:
+                soak.run()
+            finally:
+                soak.injector.end()
             soak.close()
         reasons = judge(soak, options.least_kills, options.least_hangs)
         report(soak, console, reasons)

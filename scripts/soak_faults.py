@@ -100,9 +100,11 @@ class Injector:
     def end(self) -> None:
         """Inject nothing more, and take back what was meant to pass."""
         self._end.set()
-        self._thread.join()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(10)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
         for _, undo in self._later:
             undo()
         self._later.clear()

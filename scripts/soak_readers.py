@@ -49,6 +49,7 @@ class Job:
     make: Callable[[int], Loader]  # from its number
     spared: tuple[str, ...] = ()
     is_resumed: bool = False
+    bad: tuple[int, ...] = ()  # samples that are always left out
 
 
 def jobs(folder: str) -> list[Job]:
@@ -63,7 +64,7 @@ def jobs(folder: str) -> list[Job]:
             dataset = data.Shared(folder, number) if kind is data.Shared else dataset
             return Loader(dataset, faults=FaultPolicy(**faults), **given)
 
-        return Job(name, make, spared, resumed)
+        return Job(name, make, spared, resumed, options.get("arguments", ()))
 
     streams = ("raise",)  # an iterator that raised has ended
     return [
@@ -101,6 +102,7 @@ class Reader:
         self.job = job
         self.number = number
         self.num_batches = self.num_epochs = 0
+        self.latest_s = time.monotonic()  # when it had its last batch
         self.counts: Counter[str] = Counter()  # what happened on purpose
         self.past: Counter[str] = Counter()  # of loaders that were closed
         self.is_inside = False  # inside `next`, where it may be interrupted
@@ -115,8 +117,14 @@ class Reader:
     def learn(self) -> None:
         """Read every epoch undisturbed."""
         with self.job.make(self.number) as loader:
-            self.expected = [[digest(batch) for batch in loader] for _ in range(NUM_EPOCHS)]
-        assert all(self.expected), self.job.name
+            for _ in range(NUM_EPOCHS):
+                batches = list(loader)
+                self.expected.append([digest(batch) for batch in batches])
+                keys = np.sort(np.concatenate([batch["key"] if isinstance(batch, dict) else batch[1] for batch in batches]))
+                whole = [key for key in range(data.SIZE) if key not in self.job.bad]
+                if keys.tolist() != whole:
+                    raise Mismatch(f"{self.job.name}: the undisturbed epoch has {len(keys)} samples, {len(whole)} are expected")
+                del batches
 
     def step(self) -> None:
         """Take one more batch, and perhaps do something that users do."""
@@ -158,6 +166,7 @@ class Reader:
             )
         self._seen.append(found)
         self.num_batches += 1
+        self.latest_s = time.monotonic()
         if self._rng.random() < 0.1:
             self._held.append((batch, found, self.num_batches + self._rng.randrange(1, 12)))
         while self._held and self._held[0][2] <= self.num_batches:

@@ -312,4 +312,7 @@ def as_array(value: Any, label: str) -> tuple[Array, str]:
 def _mapped_source(array: Array) -> FactorySpec | None:
     """Return what maps the same part of the same file anew, for an array that is a contiguous part of one."""
     source = mapped.source_of(array)
-    return None if source is None else FactorySpec(mapped.map_file, *source)
+    if source is None:
+        return None
+    path, dtype, *rest = source
+    return FactorySpec(mapped.map_file, path, dtype.str, *rest)

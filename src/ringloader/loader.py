@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -28,12 +28,12 @@ from ringloader._runtime import backends, building, calls, cuda, lifetime, optio
 from ringloader._runtime.engine import Engine
 from ringloader._runtime.keys import num_sampled
 from ringloader._runtime.ring import Ring
-from ringloader._runtime.sources import Closing
+from ringloader._runtime.sources import close_all
 from ringloader._specs import main_module
 from ringloader.errors import ClosedError, ConfigError
 from ringloader.factory import FactorySpec, find_process_spec
 from ringloader.iterators import DeviceIterator, LoaderIterator
-from ringloader.progress import Place, Progress, name_keys, order_of, own_state
+from ringloader.progress import Place, Progress, deadly_keys, name_keys, order_of, own_state
 from ringloader.samplers import follow_epoch, resolve_rank, set_epoch
 
 __all__ = ["Loader", "LoaderStats"]
@@ -121,7 +121,7 @@ class Loader:
         self._make_backend, self._length = backend.make, backend.length
         self._drop_payload: weakref.finalize[..., Any] | None = None
         if backend.closing:
-            self._drop_payload = weakref.finalize(self, _close_all, backend.closing)
+            self._drop_payload = weakref.finalize(self, close_all, backend.closing)
             self._drop_payload.atexit = False
         self._pin = self._check_cuda()
         self._epoch = 0
@@ -263,7 +263,7 @@ class Loader:
             sampler=place.sampler,
             num_skipped=self._skipped.num_added + self._num_forgotten,
             skipped=name_keys(list(self._skipped)),
-            deadly=name_keys(list(self._deadly)),
+            deadly=deadly_keys(list(self._deadly)),
         ).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -509,6 +509,8 @@ class Loader:
                 is_iterable = building.is_iterable(self.dataset)
             if is_iterable:
                 sources.check_stream_options(self._options)
+                if self._options.faults.retry is not None:
+                    logger.warning("faults.retry does not apply to an iterable dataset: an iterator that raised has ended")
                 if self._options.faults.on_bad_sample != "raise":
                     logger.warning(
                         "faults.on_bad_sample=%r does not apply to an iterable dataset: a sample that raises is an error of "
@@ -592,11 +594,6 @@ def _refuse_unguarded_main() -> None:
             option="dataset",
             value="__main__",
         )
-
-
-def _close_all(closing: Sequence[Closing]) -> None:
-    for fd, close in closing:
-        close(fd)
 
 
 def _warn_unpinned() -> None:

@@ -24,6 +24,7 @@ __all__ = ["Place", "Progress", "name_keys", "order_of", "own_state"]
 
 # Of a key that was left out as much as tells it from others.
 _MAX_NAME = 40
+_MAX_KEY = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,12 @@ def order_of(options: Options, plan: EpochPlan | None, epoch: int) -> str:
 def name_keys(skipped: list[Any]) -> list[Any]:
     """The last keys that were left out, as a state can carry them."""
     return [key if type(key) is int else str(key)[:_MAX_NAME] for key in skipped[-MAX_NAMED:]]
+
+
+def deadly_keys(keys: list[Any]) -> list[Any]:
+    """The last keys that ended workers, those that a state carries as they are: numbers and short texts."""
+    plain = [key for key in keys if type(key) is int or (type(key) is str and len(key) <= _MAX_KEY)]
+    return plain[-MAX_NAMED:]
 
 
 def own_state(options: Options) -> Any:

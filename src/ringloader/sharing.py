@@ -23,9 +23,10 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from ringloader._core import dtypes, values
+from ringloader._core.policy import check_duration
 from ringloader._core.units import in_words
 from ringloader._runtime import named, segment
-from ringloader._runtime.named import Leftover, Partial, leftovers
+from ringloader._runtime.named import Descriptor, Leftover, Partial, leftovers
 from ringloader._specs import handles
 from ringloader._specs.handles import Shareable
 from ringloader.arrays import as_array
@@ -37,12 +38,13 @@ logger = logging.getLogger("ringloader")
 
 Array = np.ndarray[Any, Any]
 _Kind = TypeVar("_Kind", bound="_Shared")
-_Closer = Callable[[int], None]
 
 _ALIGNMENT = 64
 _CHUNK_NBYTES = 8 << 20
 _TELL_S = 5.0
 _BUILD_TIMEOUT_S = 3600.0
+# For what is there and held by somebody who removes it, or was stopped in the midst of that.
+_ATTACH_S = 10.0
 # It lies in the header, whose room is fixed before it is known.
 _MAX_VERSION = 200
 
@@ -68,31 +70,34 @@ class _Shared(Shareable):
     KIND = ""
 
     def __init__(
-        self,
-        fd: int,
-        facts: dict[str, Any],
-        nbytes: int,
-        *,
-        token: str | None,
-        writable: bool,
-        close: _Closer | None,
+        self, descriptor: Descriptor | None, facts: dict[str, Any], nbytes: int, *, token: str | None = None, fd: int = -1
     ) -> None:
+        """`descriptor` is this object's own; without one, `fd` is somebody else's, and stays open."""
         super().__init__(token)
-        self._fd, self._facts, self._nbytes = fd, facts, nbytes
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        through = named.unlocked(fd)
+        self._descriptor, self._facts, self._nbytes = descriptor, facts, nbytes
+        self._name = ""
+        self._is_writable = bool(facts.get("writable"))
+        self._given_fd = fd
+        self._mapping: mmap.mmap | None = None
+        self._map(shared=self._is_writable)
+        if descriptor is not None:
+            # What has a name is in use, and its descriptor holds the lock, as long as anything of it is mapped.
+            finalizer = weakref.finalize(self._mapping, descriptor.close)
+            finalizer.atexit = False
+
+    def _map(self, *, shared: bool) -> None:
+        """Map the memory: to be written to and seen by all, or privately. Then arrays over it are read-only, and tensors,
+        which cannot be, write to pages of this process's own."""
+        through = named.unlocked(self.fileno())
         try:
-            self._mapping: mmap.mmap | None = mmap.mmap(through, nbytes, prot=protection)
+            flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+            self._mapping = mmap.mmap(through, self._nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(through)
         self._memory: Array | None = np.frombuffer(self._mapping, np.uint8)
-        # What has a name is in use, and its descriptor holds the lock, as long as anything of it is mapped. None: the
-        # descriptor is somebody else's.
-        self._closer = close
-        owner = self._mapping if close is named.close else self
-        self._close = None if close is None else weakref.finalize(owner, close, fd)
-        if self._close is not None:
-            self._close.atexit = False
+        self._memory.flags.writeable = shared
+        status = os.fstat(self.fileno())
+        self._place = (status.st_dev, status.st_ino)
 
     @property
     def nbytes(self) -> int:
@@ -101,15 +106,33 @@ class _Shared(Shareable):
 
     def fileno(self) -> int:
         """The descriptor of the memory. Raises ClosedError."""
-        if self._fd < 0:
-            raise ClosedError(f"the {type(self).__name__} was closed, and cannot be sent to workers any more")
-        return self._fd
+        if self._descriptor is None:
+            if self._given_fd < 0:
+                raise ClosedError(f"the {type(self).__name__} was closed, and cannot be sent to workers any more")
+            return self._given_fd
+        if self._descriptor.fd < 0:
+            self._reopen()
+        return self._descriptor.fd
 
-    def lend(self) -> tuple[int, _Closer]:
+    def _reopen(self) -> None:
+        """In a forked child, which has no descriptor of what has a name: find it again."""
+        found = named.try_attach(self._name, time.monotonic() + _ATTACH_S) if self._name else None
+        if found is not None:
+            status = os.fstat(found.fd)
+            if (status.st_dev, status.st_ino) == self._place:
+                self._descriptor = found
+                return
+            found.close()
+        raise ClosedError(
+            f"the {type(self).__name__} belongs to the process that this one was forked from, and is not found by its name any "
+            "more; attach it here"
+        )
+
+    def lend(self) -> tuple[int, Callable[[], None]]:
         """Return another descriptor of the memory, and what closes it. Raises ClosedError."""
-        if self._closer is named.close:
-            return named.dup(self.fileno()), named.close
-        return os.dup(self.fileno()), os.close
+        fd = self.fileno()
+        other = self._descriptor.dup() if self._descriptor is not None else Descriptor(os.dup(fd))
+        return other.fd, other.close
 
     def memory(self) -> Array:
         """All of the memory, 1-D uint8, header included. Raises ClosedError."""
@@ -119,9 +142,9 @@ class _Shared(Shareable):
 
     def close(self) -> None:
         """Let go of the memory. Arrays that were taken from it stay valid, as do other processes' attachments."""
-        self._fd, self._mapping, self._memory = -1, None, None
-        if self._close is not None and self._closer is not named.close:
-            self._close()
+        self.forget()
+        self._descriptor, self._given_fd = None, -1
+        self._mapping = self._memory = None
 
     def __enter__(self: _Kind) -> _Kind:
         return self
@@ -144,15 +167,25 @@ class _Shared(Shareable):
             return live
         fd = handles.descriptor_of(token)
         nbytes, facts = named.read_header(fd, f"the {cls.__name__}")
-        return cls._over(fd, facts, nbytes, token=token, close=None)
+        made = cls._over(None, facts, nbytes, token=token, fd=fd)
+        handles.keep(made)
+        return made
 
     @classmethod
     def _over(
-        cls: type[_Kind], fd: int, facts: dict[str, Any], nbytes: int, *, token: str | None, close: _Closer | None
+        cls: type[_Kind],
+        descriptor: Descriptor | None,
+        facts: dict[str, Any],
+        nbytes: int,
+        *,
+        token: str | None = None,
+        fd: int = -1,
+        name: str = "",
     ) -> _Kind:
         """Return an object over memory that is complete."""
         made = cls.__new__(cls)
-        _Shared.__init__(made, fd, facts, nbytes, token=token, writable=bool(facts.get("writable")), close=close)
+        _Shared.__init__(made, descriptor, facts, nbytes, token=token, fd=fd)
+        made._name = name
         made._take_up()
         return made
 
@@ -169,18 +202,18 @@ class _Shared(Shareable):
 
         Raises ConfigError when there is nothing of that name and version, or it is damaged.
         """
-        fd = named.try_attach(named.check_name(name))
-        if fd is None:
+        found = named.try_attach(named.check_name(name), time.monotonic() + _ATTACH_S)
+        if found is None:
             raise ConfigError(f"nothing was built under the name {name!r} on this machine", option="name", value=name)
         try:
-            return cls._checked(fd, name, version)
+            return cls._checked(found, name, version, {})
         except BaseException:
-            named.close(fd)
+            found.close()
             raise
 
     @classmethod
-    def _checked(cls: type[_Kind], fd: int, name: str, version: str) -> _Kind:
-        nbytes, facts = named.read_header(fd, repr(name))
+    def _checked(cls: type[_Kind], found: Descriptor, name: str, version: str, expected: dict[str, Any]) -> _Kind:
+        nbytes, facts = named.read_header(found.fd, repr(name))
         if facts.get("kind") != cls.KIND:
             raise ConfigError(
                 f"{name!r} holds {facts.get('kind')}, not {cls.KIND}; use another name", option="name", value=name
@@ -192,7 +225,12 @@ class _Shared(Shareable):
                 option="version",
                 value=version,
             )
-        return cls._over(fd, facts, nbytes, token=None, close=named.close)
+        cls._check_layout(name, facts, expected)
+        return cls._over(found, facts, nbytes, name=name)
+
+    @classmethod
+    def _check_layout(cls, name: str, facts: dict[str, Any], expected: dict[str, Any]) -> None:
+        """Raise ConfigError for other arrays than these."""
 
     @classmethod
     def attach_or_build(
@@ -215,11 +253,27 @@ class _Shared(Shareable):
         sizes; LoaderTimeoutError; what the builder raises.
         """
 
+        return cls._attach_or_build(name, builder, version, timeout_s, writable, {})
+
+    @classmethod
+    def _attach_or_build(
+        cls: type[_Kind],
+        name: str,
+        builder: Callable[[], Any],
+        version: str,
+        timeout_s: float,
+        writable: bool,
+        expected: dict[str, Any],
+    ) -> _Kind:
+        if not callable(builder):
+            raise ConfigError(
+                f"builder is {builder!r:.100}; give a function without arguments", option="builder", value=builder
+            )
         if not isinstance(version, str) or len(version) > _MAX_VERSION:
             raise ConfigError(
                 f"version is {version!r:.100}; give a text of up to {_MAX_VERSION} characters", option="version", value=version
             )
-
+        check_duration("timeout_s", timeout_s)
         if name in _building.names:
             raise ConfigError(
                 f"the builder of {name!r} asks for {name!r} itself; give it another name", option="name", value=name
@@ -230,32 +284,43 @@ class _Shared(Shareable):
             _building.names = (*_building.names, name)
             try:
                 built = builder()
-                if not (isinstance(built, cls) and built._fd == partial.fd):
+                if not (isinstance(built, cls) and partial.holds(built.fileno())):
                     if _building.take() is None:
                         partial.begin()  # something lies there that is not what was returned, and may be read from
                     _building.partial = partial
                     built = cls._copy_of(built, writable=writable)
             finally:
                 _building.partial, _building.names = outer, _building.names[:-1]
-            built._facts.update(version=version, writable=writable)
-            named.write_header(partial.fd, built._nbytes, built._facts)
-            return cls._over(partial.fd, built._facts, built._nbytes, token=None, close=named.close)
+            facts = {**built._facts, "version": version, "writable": writable}
+            cls._check_layout(name, facts, expected)
+            assert partial.file is not None
+            named.write_header(partial.file.fd, built._nbytes, facts)
+            return cls._over(partial.file, facts, built._nbytes, name=name)
 
-        return named.attach_or_build(name, lambda fd: cls._checked(fd, name, version), build, timeout_s)
+        return named.attach_or_build(name, lambda found: cls._checked(found, name, version, expected), build, timeout_s)
 
 
-def _reserved(nbytes: int) -> tuple[int, _Closer | None]:
-    """Return a descriptor of so much reserved memory, and what closes it if it is ours. Raises ConfigError with sizes."""
+def _reserved(nbytes: int) -> Descriptor:
+    """Return a descriptor of so much reserved memory. Raises ConfigError with sizes."""
     partial = _building.take()
     try:
         if partial is not None:
-            named.reserve(partial.fd, nbytes, partial.name)
-            return partial.fd, None
+            assert partial.file is not None
+            named.reserve(partial.file.fd, nbytes, partial.name)
+            return partial.file.dup()
         piece = segment.Segment.create(nbytes)
     except segment.RoomError as error:
         raise ConfigError(f"arrays of {in_words(nbytes)} cannot be shared: {error}", option="arrays", value=nbytes) from error
     fd, piece.fd = piece.fd, -1
-    return fd, os.close
+    return Descriptor(fd)
+
+
+def _forget_in_child() -> None:
+    """A forked child builds nothing that its parent has begun."""
+    _building.partial, _building.names = None, ()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class SharedArrays(_Shared, Mapping[str, Any]):
@@ -279,7 +344,7 @@ class SharedArrays(_Shared, Mapping[str, Any]):
         held = {name: as_array(value, name) for name, value in arrays.items()}
         self._make({name: (array.shape, dtype) for name, (array, dtype) in held.items()}, writable)
         for name, (source, _) in held.items():
-            _write(self._fd, self._start + self._leaves[name][2], source)
+            _write(self.fileno(), self._start + self._leaves[name][2], source)
         if not writable:
             self._freeze()
 
@@ -287,7 +352,7 @@ class SharedArrays(_Shared, Mapping[str, Any]):
     def empty(cls, layout: Mapping[str, tuple[Sequence[int], Any]], *, writable: bool = False) -> SharedArrays:
         """Return arrays of zeros to fill in place: `{"x": (shape, dtype)}`. Here they can be written to; in workers as said by
         `writable`. Raises ConfigError."""
-        if not isinstance(layout, Mapping) or not layout:
+        if not isinstance(layout, Mapping) or not layout or not all(isinstance(name, str) for name in layout):
             raise ConfigError(f"layout is {layout!r:.120}; give a dict of (shape, dtype)", option="layout", value=layout)
         made = cls.__new__(cls)
         made._make({name: _shape_and_dtype(name, given) for name, given in layout.items()}, writable)
@@ -310,11 +375,15 @@ class SharedArrays(_Shared, Mapping[str, Any]):
         first = next(iterator, None)
         if first is None or length < 1:
             raise ConfigError(f"there are no rows (length={length}); give one at least", option="rows", value=length)
+        if not isinstance(first, Mapping):
+            raise ConfigError(f"row 0 is a {type(first).__qualname__}; give dicts", option="rows", value=0)
         held = {name: as_array(_row_array(value), name) for name, value in first.items()}
         made = cls.empty({name: ((length, *array.shape), dtype) for name, (array, dtype) in held.items()}, writable=writable)
         views = {name: made._view(name) for name in held}
         count = 0
         for row in _told(_chained(first, iterator), length, "rows", progress):
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"row {count} is a {type(row).__qualname__}; give dicts", option="rows", value=count)
             if count >= length or row.keys() != held.keys():
                 what = f"more than {length} rows" if count >= length else f"row {count} has the names {sorted(row)}"
                 raise ConfigError(f"rows: {what}, and {sorted(held)} were expected", option="rows", value=count)
@@ -342,7 +411,7 @@ class SharedArrays(_Shared, Mapping[str, Any]):
             return view
         from ringloader._collate import tensors
 
-        return tensors.from_array(view if view.flags.writeable else np.asarray(_Unguarded(view)), leaf[0])
+        return tensors.from_array(view if view.flags.writeable else handles.unguarded(view), leaf[0])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._leaves)
@@ -367,9 +436,14 @@ class SharedArrays(_Shared, Mapping[str, Any]):
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         facts = {"kind": self.KIND, "leaves": leaves, "version": "", "writable": writable}
         nbytes = _header_nbytes(facts) + offset
-        fd, close = _reserved(nbytes)
-        named.write_header(fd, nbytes, facts)
-        super().__init__(fd, facts, nbytes, token=None, writable=True, close=close)
+        descriptor = _reserved(nbytes)
+        try:
+            named.write_header(descriptor.fd, nbytes, facts)
+            super().__init__(descriptor, {**facts, "writable": True}, nbytes)
+        except BaseException:
+            descriptor.close()
+            raise
+        self._facts = facts
         self._take_up()
 
     def _take_up(self) -> None:
@@ -383,7 +457,13 @@ class SharedArrays(_Shared, Mapping[str, Any]):
         return np.ndarray(tuple(shape), dtypes.storage_of(dtype), self.memory(), self._start + offset)
 
     def _freeze(self) -> None:
-        self.memory().flags.writeable = False
+        """From now on nothing is to be written here."""
+        descriptor, self._descriptor = self._descriptor, None
+        assert descriptor is not None
+        self._descriptor = descriptor.dup()  # the old one closes with the old mapping
+        self._map(shared=False)
+        finalizer = weakref.finalize(self._mapping, self._descriptor.close)
+        finalizer.atexit = False
 
     @classmethod
     def _copy_of(cls, built: Any, *, writable: bool) -> SharedArrays:
@@ -401,27 +481,19 @@ class SharedArrays(_Shared, Mapping[str, Any]):
         layout: Mapping[str, tuple[Sequence[int], Any]] | None = None,
     ) -> SharedArrays:
         """As described above; `layout` is what the arrays have to be, by name: `{"x": (shape, dtype)}`."""
-        made = super().attach_or_build(name, builder, version=version, timeout_s=timeout_s, writable=writable)
-        if layout is not None:
-            expected = {leaf: _shape_and_dtype(leaf, given) for leaf, given in layout.items()}
-            found = {leaf: (tuple(shape), dtype) for leaf, (dtype, shape, _) in made._leaves.items()}
-            if found != expected:
-                made.close()
-                raise ConfigError(
-                    f"{name!r} holds {found}, and {expected} is expected; remove it (ringloader.sharing.remove_leftovers), or "
-                    "use another name",
-                    option="layout",
-                    value=found,
-                )
-        return made
+        expected = {leaf: _shape_and_dtype(leaf, given) for leaf, given in layout.items()} if layout is not None else {}
+        return cls._attach_or_build(name, builder, version, timeout_s, writable, expected)
 
-
-class _Unguarded:
-    """An array's memory as if it could be written to: torch has no read-only tensors, and warns of arrays that are."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+    @classmethod
+    def _check_layout(cls, name: str, facts: dict[str, Any], expected: dict[str, Any]) -> None:
+        found = {leaf: (tuple(shape), dtype) for leaf, dtype, shape, _ in facts["leaves"]}
+        if expected and found != expected:
+            raise ConfigError(
+                f"{name!r} holds {found}, and {expected} is expected; remove it (ringloader.sharing.remove_leftovers), or use "
+                "another name",
+                option="layout",
+                value=found,
+            )
 
 
 class SharedRecords(_Shared, Sequence[Any]):
@@ -438,34 +510,49 @@ class SharedRecords(_Shared, Sequence[Any]):
     KIND = "records"
 
     def __init__(self, records: Iterable[Any], *, progress: bool = False) -> None:
+        if not isinstance(records, Iterable) or isinstance(records, (Mapping, str, bytes)):
+            kind = type(records).__qualname__
+            raise ConfigError(
+                f"records is a {kind}; give a list of records, or an iterable of them", option="records", value=kind
+            )
         facts: dict[str, Any] = {"kind": self.KIND, "num": 0, "offsets": 0, "version": "", "writable": False}
         partial = _building.take()
-        fd = partial.fd if partial is not None else os.memfd_create("ringloader-records", os.MFD_CLOEXEC)
+        if partial is not None:
+            assert partial.file is not None
+            descriptor = partial.file.dup()
+        else:
+            descriptor = Descriptor(os.memfd_create("ringloader-records", os.MFD_CLOEXEC))
         try:
-            writer = _Writer(fd, partial.name if partial is not None else "", named.PAGE_NBYTES)
-            num_records = len(records) if isinstance(records, Sized) else None
-            offsets = flat_array("Q", [writer.position])
-            for place, record in enumerate(_told(records, num_records, "records", progress)):
-                try:
-                    writer.write(values.encode(record))
-                except (TypeError, ValueError, OverflowError) as error:
-                    raise ConfigError(
-                        f"record {place} cannot be packed: {error}; give dicts, lists, texts, bytes and numbers",
-                        option="records",
-                        value=place,
-                    ) from error
-                offsets.append(writer.position)
+            writer = _Writer(descriptor.fd, partial.name if partial is not None else "", named.PAGE_NBYTES)
+            offsets = self._write_all(records, writer, progress)
             writer.write(bytes(-writer.position % 8))
             facts.update(num=len(offsets) - 1, offsets=writer.position)
             writer.write(offsets.tobytes())
             nbytes = writer.finish()
-            named.write_header(fd, nbytes, facts)
-            super().__init__(fd, facts, nbytes, token=None, writable=False, close=os.close if partial is None else None)
+            named.write_header(descriptor.fd, nbytes, facts)
+            super().__init__(descriptor, facts, nbytes)
         except BaseException:
-            if partial is None:
-                os.close(fd)
+            descriptor.close()
             raise
         self._take_up()
+
+    @staticmethod
+    def _write_all(records: Iterable[Any], writer: _Writer, progress: bool) -> flat_array[int]:
+        num_records = len(records) if isinstance(records, Sized) else None
+        offsets = flat_array("Q", [writer.position])
+        for place, record in enumerate(_told(records, num_records, "records", progress)):
+            try:
+                writer.write(values.encode(record))
+            except (TypeError, ValueError, OverflowError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"record {place} cannot be packed: {error}; give dicts, lists, texts, bytes and numbers",
+                    option="records",
+                    value=place,
+                ) from error
+            offsets.append(writer.position)
+        return offsets
 
     def _take_up(self) -> None:
         view = memoryview(self._mapping)  # type: ignore[arg-type]
@@ -526,7 +613,8 @@ class _Writer:
     def _flush(self) -> None:
         end = self._written + len(self._pending)
         if end > self._reserved:
-            wanted = -(-end // _CHUNK_NBYTES) * _CHUNK_NBYTES
+            unit = _CHUNK_NBYTES if end > _CHUNK_NBYTES else named.PAGE_NBYTES
+            wanted = -(-end // unit) * unit
             try:
                 if self._name:
                     named.reserve(self._fd, wanted, self._name)
@@ -565,7 +653,7 @@ def _header_nbytes(facts: dict[str, Any]) -> int:
 def _shape_and_dtype(name: str, given: Any) -> tuple[tuple[int, ...], str]:
     try:
         shape, dtype = given
-        sizes = tuple(operator.index(size) for size in ((shape,) if isinstance(shape, int) else shape))
+        sizes = tuple(operator.index(size) for size in ((shape,) if hasattr(shape, "__index__") else shape))
         if isinstance(dtype, str) and dtypes.is_torch_only(dtype):
             return sizes, dtype
         torch = sys.modules.get("torch")
@@ -573,7 +661,7 @@ def _shape_and_dtype(name: str, given: Any) -> tuple[tuple[int, ...], str]:
             known = str(dtype).removeprefix("torch.")
         else:
             known = dtypes.name_of(np.dtype(dtype)) or ""
-        if not known or any(size < 0 for size in sizes):
+        if not known or any(not 0 <= size < 1 << 48 for size in sizes):
             raise ValueError(f"no tensor has dtype {dtype} and shape {shape}")
     except (TypeError, ValueError) as error:
         raise ConfigError(

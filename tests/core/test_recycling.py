@@ -140,3 +140,43 @@ def test_keys_of_map_style_batches_go_to_the_successor_at_once() -> None:
         assert ev.StopWorker(0, 1) not in sent(core)
         core.receive(0, 1, filled(fill.fill), 1.0)
     assert ev.StopWorker(0, 1) in sent(core)
+
+
+def test_worker_with_a_call_to_answer_is_not_told_to_stop() -> None:
+    """A method may take minutes: it is not cut off, nor run again."""
+    core = scheduler(max_batches_per_worker=1)
+    core.workers.all[0].due = "it is time"
+    sent(core)
+    call_id = core.supervision.calls.make("prepare", b"")
+    core.receive(0, 2, msg.Ready(1, {"length": 100}), 1.0)
+    assert not any(isinstance(command, ev.StopWorker) for command in sent(core))
+    core.receive(0, 1, msg.Called(call_id, "", "", "", b""), 50.0)
+    assert any(isinstance(command, ev.StopWorker) for command in sent(core))
+
+
+def test_successor_that_hangs_while_it_builds_is_given_up_and_said() -> None:
+    """Nobody waits for it, so it has a limit even where workers have none."""
+    core = scheduler(max_batches_per_worker=1)
+    core.workers.all[0].due = "it is time"
+    sent(core)
+    core.workers.plan_look(1.0)
+    assert core.workers.look_at_s is not None
+    core.tick(core.workers.look_at_s, lambda *_: None)
+    assert any(isinstance(command, ev.KillWorker) for command in core.outbox)
+    core.handle(ev.WorkerExited(0, 2, ev.Death(-9)), 700.0)
+    assert any(isinstance(command, ev.Warn) and "which goes on" in command.text for command in core.outbox)
+    assert core.workers.all[0].state is WorkerState.RUNNING
+
+
+def test_backoffs_of_a_thousand_fruitless_starts_have_a_bound() -> None:
+    """No number grows beyond what a float holds."""
+    core = scheduler(restarts=10**6, max_batches_per_worker=1)
+    worker = core.workers.all[0]
+    for _ in range(1100):
+        core.workers.died(worker, 1.0)
+        worker.state = WorkerState.RUNNING
+    worker.num_spared = 5000
+    worker.due = "it is time"
+    sent(core)
+    core.handle(ev.WorkerExited(0, 2, ev.Death(-9)), 1.0)
+    assert worker.spared_until_s <= 601.0

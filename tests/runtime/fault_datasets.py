@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -143,3 +144,85 @@ class _Counting:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.next = state["next"]
+
+
+class OnceOnly(Counted):
+    """A stream that nobody can read twice, slow enough for a change to fall into it."""
+
+    can_replay = False
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, saves=False)
+
+    def __iter__(self) -> Iterator[int]:
+        for i in super().__iter__():
+            time.sleep(0.001)
+            yield i
+
+
+class Panic(BaseException):
+    """What an extension written in another language may raise."""
+
+
+class Panics(Together):
+    """Sample `bad` raises what is no Exception."""
+
+    def check(self, keys: Sequence[int]) -> None:
+        if self.bad.intersection(keys):
+            raise Panic("index out of bounds")
+
+
+class WholeBatches(Together):
+    """Cannot be asked for parts of a batch."""
+
+    def check(self, keys: Sequence[int]) -> None:
+        if len(keys) < 8:
+            raise ValueError(f"8 samples at least, got {len(keys)}")
+        if self.bad.intersection(keys):
+            raise OSError("cannot read")
+
+
+class LargeOnly(Together):
+    """A large call with one of `deadly` in it ends the worker; no sample does alone."""
+
+    def check(self, keys: Sequence[int]) -> None:
+        if len(keys) >= 64 and self.deadly.intersection(keys):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Innocent(Together):
+    """Sample 17 fails for a moment, now and then; 21 always."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.num_reads = 0
+
+    def check(self, keys: Sequence[int]) -> None:
+        if 17 in keys:
+            self.num_reads += 1
+            if self.num_reads in (1, 3, 4, 5):
+                raise OSError("stale file handle")
+        if 21 in keys:
+            raise ValueError("never any good")
+
+
+class Named(Numbers):
+    """Keys are texts; one of them ends its worker."""
+
+    def __init__(self, names: Sequence[str], deadly: str) -> None:
+        super().__init__(len(names))
+        self.names, self.deadly = list(names), deadly
+
+    def __getitem__(self, name: Any) -> Any:
+        if name == self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.names.index(name)
+
+
+class Dies277(Numbers):
+    """Sample 277 ends its worker."""
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 277:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.make(i)

@@ -62,3 +62,46 @@ class OwnMemmap:
     def __getitem__(self, i: int) -> Any:
         kept = isinstance(self.rows, np.memmap) and self.rows.filename is not None
         return self.rows[i], int(kept)
+
+
+class Get:
+    """One array, as it is in the worker: its values, its dtype, its flags."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Any:
+        array = self.array
+        return {"bytes": np.frombuffer(array.tobytes(), np.uint8), "dtype": str(array.dtype), "kind": type(array).__name__}
+
+
+class InPlace:
+    """Changes its rows in place, as transforms do."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        import torch
+
+        row = self.rows[i] if isinstance(self.rows, torch.Tensor) else torch.from_numpy(self.rows[i])
+        return row.add_(1).clone()
+
+
+class Many:
+    """Very many views of one object."""
+
+    def __init__(self, views: list[Any]) -> None:
+        self.views = views
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Any:
+        return len(os.listdir("/proc/self/fd")), sum(int(view[0]) for view in self.views)

@@ -9,8 +9,24 @@ from typing import Any
 
 import pytest
 
-from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader, SampleError, SampleRetry, WorkerError
-from tests.runtime.fault_datasets import Flaky, FlakyOdd, FlakyTogether, Odd, Together, TogetherOnce, Written
+from ringloader import ConfigError, FactorySpec, FaultPolicy, LayoutError, Loader, SampleError, SampleRetry, WorkerError
+from tests.runtime.conftest import wait_until
+from tests.runtime.fault_datasets import (
+    Dies277,
+    Flaky,
+    FlakyOdd,
+    FlakyTogether,
+    Innocent,
+    LargeOnly,
+    Named,
+    Odd,
+    Panics,
+    Together,
+    TogetherOnce,
+    WholeBatches,
+    Written,
+)
+from tests.runtime.writing_datasets import KeepsOut
 
 _SIZE = 600
 
@@ -188,3 +204,120 @@ def test_warning_of_a_death_names_what_was_fetched_and_the_likely_cause(caplog: 
     assert "SIGKILL (" in first
     assert "it is replaced and its batches are made again (1 death within 600 s, faults.restarts=3)" in first
     assert "while fetching sample 277 of batch 2" in last
+
+
+def test_what_is_no_exception_is_narrowed_down_too() -> None:
+    """A panic of an extension, in a call for many: one sample is left out, no neighbour of it."""
+    with make(Panics, (), [277], num_workers=1, faults=FaultPolicy(on_bad_sample="skip")) as loader:
+        assert sorted(rows(loader)) == [i for i in range(_SIZE) if i != 277]
+        assert loader.skipped == [277]
+
+
+def test_dataset_that_cannot_be_asked_for_parts_blames_no_sample() -> None:
+    """What a part raises for being a part says nothing: an error without an index, and nothing left out."""
+    with make(WholeBatches, (), [277], num_workers=1, faults=FaultPolicy(on_bad_sample="skip")) as loader:
+        iterator = iter(loader)
+        for _ in range(2):
+            next(iterator)
+        with pytest.raises(SampleError, match="the dataset raised OSError: cannot read") as caught:
+            next(iterator)
+        assert caught.value.index is None
+        assert len(list(iterator)) == 3
+        assert loader.skipped == []
+
+
+def test_sample_that_fails_for_a_moment_is_not_blamed_for_another() -> None:
+    """Retries hold while the culprit is looked for, too."""
+    faults = FaultPolicy(on_bad_sample="skip", retry=SampleRetry(times=3, backoff_s=0.001))
+    with make(Innocent, num_workers=1, faults=faults) as loader:
+        assert sorted(rows(loader)) == [i for i in range(_SIZE) if i != 21]
+        assert loader.skipped == [21]
+
+
+def test_call_that_ends_workers_only_as_a_whole_is_an_error_of_its_batch() -> None:
+    """Too much memory for a whole batch, say: the budget is not used up, and the epoch goes on."""
+    with make(LargeOnly, [277], num_workers=1, faults=FaultPolicy(on_bad_sample="skip", restarts=3)) as loader:
+        iterator = iter(loader)
+        for _ in range(2):
+            next(iterator)
+        with pytest.raises(WorkerError, match="in one call, and none of them alone, ended 3 workers") as caught:
+            next(iterator)
+        assert (caught.value.index, caught.value.batch) == (None, 2)
+        assert len(list(iterator)) == 3
+        assert loader.skipped == []
+
+
+def test_deadly_text_keys_are_remembered_as_they_are() -> None:
+    """Long paths, alike but for their ends: the other is read, after a resumption too."""
+    good = "/data/archive/2024/speakers/000/clip_000421"
+    names = ["a", "b", good, f"{good}_noisy.wav", "c", "d"]
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 1, "output": "numpy", "sampler": names}
+    options["faults"] = FaultPolicy(on_bad_sample="skip", sample_deaths=1)
+    with Loader(FactorySpec(Named, names, names[3]), **options) as loader:
+        assert [i for batch in loader for i in batch.tolist()] == [0, 1, 2, 4, 5]
+        state = json.loads(json.dumps(loader.state_dict()))
+    with Loader(FactorySpec(Named, names, names[3]), **options) as loader:
+        loader.load_state_dict(state)
+        assert [i for batch in loader for i in batch.tolist()] == [0, 1, 2, 4, 5]
+        assert loader.stats().num_restarts == 0
+
+
+def test_batch_of_known_deadly_samples_says_so() -> None:
+    """No worker is named, no count is made up, and what is set already is not recommended."""
+    faults = FaultPolicy(on_bad_sample="skip", sample_deaths=1, restarts=20)
+    with make(Together, [0, 1], batch_size=2, num_workers=1, faults=faults) as loader:
+        rows(loader)
+        with pytest.raises(WorkerError, match=r"nothing is left of batch 0: its samples .1. have ended") as caught:
+            next(iter(loader))
+        assert caught.value.worker is None
+        assert "leaves such samples out" not in str(caught.value)
+
+
+def test_sample_that_was_found_out_is_not_tried_by_batches_on_their_way() -> None:
+    """Four batches hold it: three deaths find it out, those on their way cost one each at most."""
+    sampler = [[*range(10 * k, 10 * k + 9), 277] for k in range(4)]
+    faults = FaultPolicy(on_bad_sample="skip", restarts=50)
+    with Loader(
+        FactorySpec(Dies277, _SIZE), batch_sampler=sampler, num_workers=1, prefetch_factor=4, faults=faults, output="numpy"
+    ) as loader:
+        assert sum(len(batch[1]) for batch in loader) == 36
+        assert loader.stats().num_restarts == 3
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        ({"sample_deaths": 5, "restarts": 3, "on_bad_sample": "skip"}, r"sample_deaths=5 is never reached"),
+        ({"retry": SampleRetry(times=20, max_backoff_s=60.0)}, r"faults\.retry waits .* s for one sample, and timeout=30"),
+    ],
+)
+def test_limits_that_others_stand_in_the_way_of_are_refused(faults: dict[str, Any], words: str) -> None:
+    """Before any process starts, with what to change."""
+    with pytest.raises(ConfigError, match=words):
+        make(Together, num_workers=1, timeout=30.0, faults=FaultPolicy(stall_s=None, **faults))
+
+
+def test_retries_longer_than_the_stall_limit_are_refused() -> None:
+    """The loader would end its own worker for waiting."""
+    with pytest.raises(ConfigError, match=r"faults\.retry waits .* and faults\.stall_s=5"):
+        FaultPolicy(retry=SampleRetry(times=20), stall_s=5.0)
+    assert SampleRetry(times=1000, backoff_s=0.0).total_wait_s == 0
+    with pytest.raises(ConfigError, match=r"times is 1001; give 1000 at most"):
+        SampleRetry(times=1001)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_retry_does_not_cover_errors_of_ours(num_workers: int) -> None:
+    """write_batch that keeps its arrays is refused at once, whatever is retried."""
+    faults = FaultPolicy(retry=SampleRetry(on=Exception, backoff_s=0.001), restarts=0)
+    options: dict[str, Any] = {"batch_size": 8, "num_workers": num_workers, "faults": faults, "output": "numpy"}
+    with Loader(FactorySpec(KeepsOut, 64), **options) as loader, pytest.raises(LayoutError, match="write_batch kept"):
+        next(iter(loader))
+
+
+def test_worker_that_leaves_by_itself_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Its last words are in the warning."""
+    with Loader(FactorySpec(KeepsOut, 64), batch_size=8, num_workers=1, output="numpy") as loader:
+        with pytest.raises(LayoutError):
+            next(iter(loader))
+        assert wait_until(lambda: "write_batch kept memory of a slot, which ends with this process" in caplog.text)

@@ -14,9 +14,10 @@ import pytest
 from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader
 from ringloader._core.workers import WorkerState
 from ringloader._runtime.memory import private_nbytes
+from ringloader._runtime.process import WorkerProcess
 from tests.conformance.test_calls import Scaled
 from tests.runtime.conftest import wait_until
-from tests.runtime.fault_datasets import Counted, Grows
+from tests.runtime.fault_datasets import Counted, Grows, OnceOnly
 from tests.runtime.sample_datasets import Numbers
 
 
@@ -187,3 +188,60 @@ def test_recycling_refuses_limits_that_cannot_be(given: dict[str, Any]) -> None:
     """A number of bytes below a megabyte is a mistake in the unit."""
     with pytest.raises(ConfigError, match=r"faults\.max_\w+ is .*; give an int of at least"):
         FaultPolicy(**given)
+
+
+def test_recycling_repeats_nothing_of_a_stream_that_cannot_be_read_again() -> None:
+    """A successor that became ready in the middle of an epoch waits for its end."""
+    faults = FaultPolicy(max_batches_per_worker=5)
+    with Loader(FactorySpec(OnceOnly, 300), batch_size=5, num_workers=1, faults=faults) as loader:
+        for _ in range(4):
+            assert [i for batch in loader for i in batch.tolist()] == list(range(300))
+        assert wait_until(lambda: loader.stats().num_recycled >= 1)
+        assert loader.stats().num_restarts == 0
+
+
+def test_recycling_successor_that_builds_another_dataset_leaves_the_worker_at_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on with the dataset that it began with."""
+    size = tmp_path / "size"
+    size.write_text("2000")
+    (tmp_path / "sized.py").write_text(
+        "from tests.runtime.sample_datasets import Numbers\ndef make(path):\n    return Numbers(int(open(path).read()))\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        faults = FaultPolicy(max_batches_per_worker=5, restarts=0)
+        with Loader(FactorySpec("sized:make", str(size)), batch_size=10, num_workers=1, faults=faults) as loader:
+            iterator = iter(loader)
+            next(iterator)
+            size.write_text("2001")
+            assert wait_until(lambda: "built another dataset" in caplog.text or not next(iterator))
+            assert len([*iterator]) > 0
+    assert "which goes on" in caplog.text
+
+
+def test_worker_that_ends_after_it_was_abandoned_is_no_zombie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be reaped at close is collected when it ends."""
+    reap = WorkerProcess.reap
+    with Loader(FactorySpec(Numbers, 100), batch_size=10, num_workers=1) as loader:
+        list(loader)
+        (pid,) = loader.stats().worker_pids
+        monkeypatch.setattr(WorkerProcess, "reap", lambda process, *, wait: False)
+    monkeypatch.setattr(WorkerProcess, "reap", reap)
+    assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_touched_file_is_no_changed_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its content counts."""
+    module = tmp_path / "touched_code.py"
+    module.write_text("from tests.runtime.sample_datasets import Numbers\ndef make():\n    return Numbers(200)\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        with Loader(FactorySpec("touched_code:make"), batch_size=10, num_workers=1) as loader:
+            loader.start()
+            os.utime(module)
+            os.kill(loader.stats().worker_pids[0], signal.SIGKILL)
+            assert order_of(loader) == list(range(200))
+            assert loader.stats().num_restarts == 1
+    assert "have changed" not in caplog.text

@@ -15,13 +15,16 @@ ON_BAD_SAMPLE = ("raise", "skip", "replace")
 UNREAPED_S = 5.0
 
 
+_MAX_RETRIES = 1000
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRetry:
     """Fetch a sample again when the dataset raised one of `on`, up to `times` times, for faults that pass by themselves.
 
-    backoff_s: wait before the first of these, doubling; it counts as time spent on the batch (`timeout`). The sample is fetched
-    with the draws of the first time. Where the dataset fetches a batch in one call, the call is repeated. Not for iterable
-    datasets: an iterator that raised has ended.
+    backoff_s: wait before the first of these, doubling to `max_backoff_s`; it counts as time spent on the batch (`timeout`) and
+    on the sample (`stall_s`). The sample is fetched with the draws of the first time. Where the dataset fetches a batch in one
+    call, the call is repeated. Not for iterable datasets: an iterator that raised has ended.
 
     Raises ConfigError for a value that cannot be.
     """
@@ -29,10 +32,25 @@ class SampleRetry:
     times: int = 3
     on: type[Exception] | tuple[type[Exception], ...] = (OSError,)
     backoff_s: float = 0.1
+    max_backoff_s: float = 10.0
+
+    def wait_s(self, attempt: int) -> float:
+        """How long to wait after so many failed retries."""
+        return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(attempt, 64))
+
+    @property
+    def total_wait_s(self) -> float:
+        """All waits for one sample together."""
+        return sum(self.wait_s(attempt) for attempt in range(self.times))
 
     def __post_init__(self) -> None:
         check_count("SampleRetry.times", self.times, least=1)
-        check_duration("SampleRetry.backoff_s", self.backoff_s)
+        if self.times > _MAX_RETRIES:
+            raise ConfigError(
+                f"SampleRetry.times is {self.times}; give {_MAX_RETRIES} at most", option="SampleRetry.times", value=self.times
+            )
+        for name in ("backoff_s", "max_backoff_s"):
+            check_duration(f"SampleRetry.{name}", getattr(self, name))
         kinds = self.on if isinstance(self.on, tuple) else (self.on,)
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
             raise ConfigError(
@@ -85,6 +103,13 @@ class FaultPolicy:
         if self.retry is not None and not isinstance(self.retry, SampleRetry):
             raise ConfigError(
                 f"faults.retry is {self.retry!r:.100}; give a SampleRetry or None", option="faults.retry", value=self.retry
+            )
+        if self.retry is not None and self.stall_s is not None and self.retry.total_wait_s >= self.stall_s:
+            raise ConfigError(
+                f"faults.retry waits {self.retry.total_wait_s:g} s for one sample, and faults.stall_s={self.stall_s:g} ends a "
+                "worker that makes no progress for so long: give fewer times or a smaller max_backoff_s, or raise stall_s",
+                option="faults.retry",
+                value=self.retry,
             )
         if self.on_bad_sample not in ON_BAD_SAMPLE:
             choices = ", ".join(map(repr, ON_BAD_SAMPLE))

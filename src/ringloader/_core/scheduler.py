@@ -282,6 +282,7 @@ class Scheduler:
 
     def _on_failed(self, worker: Worker, message: msg.Failed, fill: msg.Fill, batch: Batch | None) -> None:
         worker.num_filled += 1  # it works; its sample does not
+        self.num_retried += message.facts.get("num_retried", 0)  # type: ignore[operator]
         self.room.take_back(fill)
         if batch is None:
             return

@@ -7,6 +7,7 @@ type or is refused with `TypeError`. Must not pickle.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import msgpack
@@ -53,18 +54,35 @@ def _mark_buffers(value: Any) -> Any:
     return value
 
 
+# How many values that are packed within others are being packed here.
+_depth: ContextVar[int] = ContextVar("depth", default=0)
+# Each level is unpacked within the last, on the stack of C.
+_MAX_DEPTH = 64
+
+
+def _encode_within(value: Any) -> bytes:
+    level = _depth.get()
+    if level >= _MAX_DEPTH:
+        raise ValueError(f"tuples or sets nested deeper than {_MAX_DEPTH} levels")
+    token = _depth.set(level + 1)
+    try:
+        return encode(value)
+    finally:
+        _depth.reset(token)
+
+
 def _to_ext(value: Any) -> msgpack.ExtType:
     kind = type(value)
     if kind is tuple:
-        return msgpack.ExtType(_TUPLE, encode(list(value)))
+        return msgpack.ExtType(_TUPLE, _encode_within(list(value)))
     if kind is int:
         return msgpack.ExtType(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
     if kind is complex:
         return msgpack.ExtType(_COMPLEX, np.complex128(value).tobytes())
     if kind is set or kind is frozenset:
-        return msgpack.ExtType(_SET if kind is set else _FROZENSET, encode(list(value)))
+        return msgpack.ExtType(_SET if kind is set else _FROZENSET, _encode_within(list(value)))
     if kind is slice:
-        return msgpack.ExtType(_SLICE, encode([value.start, value.stop, value.step]))
+        return msgpack.ExtType(_SLICE, _encode_within([value.start, value.stop, value.step]))
     if isinstance(value, (np.str_, np.bytes_)) and kind in (np.str_, np.bytes_):
         return msgpack.ExtType(_NUMPY_TEXT, encode(value.item()))
     if isinstance(value, (np.number, np.bool_)) and kind.__module__ == "numpy":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -105,23 +106,30 @@ def retry_to_wire(retry: SampleRetry | None) -> list[object]:
     if retry is None:
         return []
     kinds = retry.on if isinstance(retry.on, tuple) else (retry.on,)
-    return [retry.times, retry.backoff_s, [factory.callable_to_wire(kind, "SampleRetry.on") for kind in kinds]]
+    return [
+        retry.times,
+        retry.backoff_s,
+        retry.max_backoff_s,
+        [factory.callable_to_wire(kind, "SampleRetry.on") for kind in kinds],
+    ]
 
 
 def retry_from_wire(wire: list[Any]) -> SampleRetry | None:
     """The inverse."""
     if not wire:
         return None
-    times, backoff_s, kinds = wire
-    return SampleRetry(times, tuple([factory.callable_from_wire(kind) for kind in kinds]), backoff_s)  # type: ignore[misc]
+    times, backoff_s, max_backoff_s, kinds = wire
+    on = tuple([factory.callable_from_wire(kind) for kind in kinds])
+    return SampleRetry(times, on, backoff_s, max_backoff_s)  # type: ignore[arg-type]
 
 
 # A program of more files than this is too large to be told about file by file.
 _MAX_FILES = 1000
+_MAX_FILE_NBYTES = 1 << 20
 
 
 def user_files() -> dict[str, list[int]]:
-    """The files of the modules that were imported, but for installed packages: path → modification time in ns, size."""
+    """The files of the modules that were imported, but for installed packages: path → checksum, size."""
     installed = tuple({os.path.join(root, "") for root in (sys.prefix, sys.base_prefix, _PACKAGE_ROOT)})
     found: dict[str, list[int]] = {}
     for module in list(sys.modules.values()):
@@ -129,10 +137,11 @@ def user_files() -> dict[str, list[int]]:
         if not isinstance(path, str) or path.startswith(installed) or len(found) >= _MAX_FILES:
             continue
         try:
-            status = os.stat(path)
+            with open(path, "rb") as file:
+                content = file.read(_MAX_FILE_NBYTES)
         except OSError:
             continue  # out of an archive, or gone
-        found[path] = [status.st_mtime_ns, status.st_size]
+        found[path] = [zlib.crc32(content), len(content)]
     return found
 
 

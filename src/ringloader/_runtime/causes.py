@@ -13,6 +13,8 @@ import time
 
 from ringloader._runtime.memory import oom_kills
 
+# How a worker that leaves by itself says why, before its stack.
+LAST_WORDS = "last words: "
 # The kernel may end several workers at once: the first death that is looked into shows the growth, those after it do not.
 _SAME_S = 2.0
 
@@ -23,6 +25,10 @@ class OomCounts:
     def __init__(self) -> None:
         self._seen = oom_kills()
         self._grown_s = -math.inf
+
+    def look(self) -> None:
+        """Now and then: what happened long before a death has nothing to do with it."""
+        self.have_grown()
 
     def have_grown(self) -> bool | None:
         """Whether it has ended a process since the last look, or just before; None when the kernel does not count."""
@@ -51,10 +57,12 @@ _START_ADVICE = {
 
 def likely_cause(returncode: int | None, *, is_oom: bool | None, trace: str) -> str:
     """Say what an exit status is likely to mean; "" where it speaks for itself."""
+    if trace.startswith(LAST_WORDS):
+        return trace.removeprefix(LAST_WORDS).partition("\n")[0]
     if returncode is None:
         return ""
     if returncode >= 0:
-        return "by sys.exit in the dataset's code" if "SystemExit" in trace else "by os._exit, or in native code"
+        return "by sys.exit; the stack shows where" if "SystemExit" in trace else "by os._exit, or in native code"
     if returncode == -signal.SIGKILL:
         return _KILLED[is_oom]
     return _CAUSES.get(-returncode, "")
@@ -62,7 +70,7 @@ def likely_cause(returncode: int | None, *, is_oom: bool | None, trace: str) -> 
 
 _KILLED = {
     True: "by the kernel's out-of-memory killer: fewer workers, smaller batches or a smaller prefetch_factor need less",
-    False: "not by the kernel's out-of-memory killer, whose count has not moved: somebody sent it",
+    False: "not by the kernel's out-of-memory killer, whose count has not moved: somebody sent it, or ulimit -t was reached",
     None: "by the kernel's out-of-memory killer, or by somebody: look at dmesg and at the memory limit",
 }
 _CAUSES: dict[int, str] = {

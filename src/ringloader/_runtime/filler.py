@@ -33,6 +33,8 @@ from ringloader._runtime.words import format_traceback, safe_text, type_name
 from ringloader._runtime.worker_info import WorkerInfo
 from ringloader.errors import LayoutError, LoaderError
 
+# How soon a wait before a retry is broken off when nobody wants the batch any more.
+_PAUSE_STEP_S = 0.1
 # Layouts an incarnation remembers having sent; ragged data makes new shapes all the time but few new trees.
 MAX_LAYOUTS = 256
 
@@ -246,13 +248,20 @@ class Filler:
         for attempt in range(retry.times):
             try:
                 return fetch()
-            except retry.on:
+            except retry.on as error:
+                if isinstance(error, LoaderError):
+                    raise  # ours: trying again changes nothing
                 self._num_retried += 1
-            time.sleep(retry.backoff_s * 2**attempt)
-            self._check_cancel(fill)
+            self._pause(fill, retry.wait_s(attempt))
             self._seeder.restore(draws)
             self._info.begin_again()
         return fetch()
+
+    def _pause(self, fill: msg.Fill, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _PAUSE_STEP_S))
+            self._check_cancel(fill)
 
     def _check_cancel(self, fill: msg.Fill) -> None:
         if self._page.words[status.CANCEL_WORD] == fill.serial:
@@ -268,43 +277,55 @@ class Filler:
         starts = np.frombuffer(fill.cuts, np.int64).tolist()
         num_samples = len(unpack_keys(Keys(fill.keys, fill.int_keys, fill.position)))
         for start, stop in zip(starts, [*starts[1:], num_samples], strict=True):
-            self._raises(fill, start, stop)
+            self._fetch_part(fill, start, stop)
         self._page.begin(fill.serial, time.monotonic_ns())
 
-    def _find_culprit(self, fill: msg.Fill) -> int:
-        """Return the place of the sample at which the dataset raises, by halves; -1 where no sample does by itself."""
+    def _find_culprit(self, fill: msg.Fill, error: BaseException) -> int:
+        """Return the place of the sample at which the dataset raises, by halves; -1 where no sample does by itself.
+
+        What raises anything else in a part says nothing of a sample: the dataset cannot be asked for parts.
+        """
         view = self._page.view()
         start, stop = view.sample, view.sample + view.num_samples
         try:
             while stop - start > 1:
                 middle = (start + stop) // 2
-                if self._raises(fill, start, middle):
-                    stop = middle
-                elif self._raises(fill, middle, stop):
-                    start = middle
+                found = self._fetch_part(fill, start, middle)
+                if found is None:
+                    start, found = middle, self._fetch_part(fill, middle, stop)
                 else:
+                    stop = middle
+                if type(found) is not type(error):
                     return -1
         except CancelledFill:
             return -1
         return start
 
-    def _raises(self, fill: msg.Fill, start: int, stop: int) -> bool:
-        """Fetch some samples of a batch in one call of their own; return whether the dataset raised."""
+    def _fetch_part(self, fill: msg.Fill, start: int, stop: int) -> BaseException | None:
+        """Fetch some samples of a batch in one call of their own, and forget them; return what the dataset raised."""
         self._check_cancel(fill)
         self._page.begin(fill.serial, time.monotonic_ns())  # each call has a time limit of its own
         self._page.stage(status.FETCHING)
         self._page.fetch_together(start, stop - start)
         self._seed(fill)
         try:
-            if self._writer is not None and fill.int_keys:
-                indices = np.frombuffer(fill.keys, np.int64)[start:stop]
-                collated = self._writer.plan(len(indices))
-                self._writer.write(collated, indices, np.empty(collated.nbytes, np.uint8))
-            elif self._getitems:
-                self._getitems(unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))[start:stop])
-        except Exception:
-            return True
-        return False
+            if self._retry:
+                self._patiently(fill, lambda: self._call_for(fill, start, stop))
+            else:
+                self._call_for(fill, start, stop)
+        except (CancelledFill, SystemExit):
+            raise
+        except self._catch as error:
+            return error
+        return None
+
+    def _call_for(self, fill: msg.Fill, start: int, stop: int) -> None:
+        if self._writer is not None and fill.int_keys:
+            indices = np.frombuffer(fill.keys, np.int64)[start:stop]
+            collated = self._writer.plan(len(indices))
+            self._writer.write(collated, indices, np.empty(collated.nbytes, np.uint8))
+        elif self._getitems:
+            self._getitems(unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))[start:stop])
 
     def _seed_sample(self, fill: msg.Fill, place: int) -> None:
         """Seed for one sample: by its own position where the order is ours, else by its place in its batch."""
@@ -383,7 +404,9 @@ class Filler:
             text += f" (after {self._retry.times} retries, faults.retry)"
         place = -1
         if kind == "sample":
-            place = self._find_culprit(fill) if isinstance(error, Exception) else self._page.view().blamed
+            place = self._find_culprit(fill, error)
+        if self._num_retried:
+            facts = {**facts, "num_retried": self._num_retried}
         return msg.Failed(fill.serial, fill.generation, kind, place, name, text, trace, facts)
 
 

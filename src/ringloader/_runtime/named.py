@@ -28,8 +28,9 @@ import re
 import stat
 import struct
 import time
+import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -50,6 +51,8 @@ _VERSION = 1
 _HEAD = struct.Struct("<8sIIQI")
 PAGE_NBYTES = 4096
 _LOOK_S = 0.02
+# How often a file is asked for, and in between.
+_NUM_ASKED, _ASK_S = 5, 0.002
 _QUIET_S = 10.0
 _PARTIAL, _LOCK = ".partial", ".lock"
 
@@ -108,36 +111,52 @@ def _refused(what: str, words: str) -> ConfigError:
     )
 
 
-# --- locks ----------------------------------------------------------------------------------------------------------------
+# --- descriptors and locks --------------------------------------------------------------------------------------------------
 
-# Descriptors whose locks are this process's alone: a forked child would hold them for as long as it lives.
-_own: set[int] = set()
+
+class Descriptor:
+    """An open file with what locks it has. A forked child holds none: its copy is closed, or the lock would be kept by it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        _open_ones.add(self)
+
+    def close(self) -> None:
+        """Close it; harmless a second time, and in a forked child."""
+        fd, self.fd = self.fd, -1
+        _open_ones.discard(self)
+        if fd >= 0:
+            os.close(fd)
+
+    def dup(self) -> Descriptor:
+        """Another that holds the same lock."""
+        return Descriptor(os.dup(self.fd))
+
+    def try_lock(self, kind: int) -> bool:
+        """Lock it (flock(2)) if nobody else has."""
+        try:
+            fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def is_at(self, path: str) -> bool:
+        """Whether a path leads to this very file."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.lstat(path))
+        except FileNotFoundError:
+            return False
+
+
+_open_ones: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for fd in _own:
-        try:
-            os.close(fd)
-        except OSError:
-            pass
-    _own.clear()
+    for one in list(_open_ones):
+        one.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def close(fd: int) -> None:
-    """Close a descriptor that `attach` or `build` opened; harmless in a forked child, where it is closed already."""
-    if fd in _own:
-        _own.discard(fd)
-        os.close(fd)
-
-
-def dup(fd: int) -> int:
-    """Return another descriptor that holds the same lock."""
-    other = os.dup(fd)
-    _own.add(other)
-    return other
 
 
 def unlocked(fd: int) -> int:
@@ -145,58 +164,60 @@ def unlocked(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
-def _open(path: str, flags: int) -> int:
-    """Open a file of this user's. Raises ConfigError for somebody else's, OSError as open(2) does."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise _refused(path, "belongs to another user, or is no file")
-    _own.add(fd)
-    return fd
-
-
-def _try_lock(fd: int, kind: int) -> bool:
+def _open(path: str, flags: int) -> Descriptor:
+    """Open a file of this user's. Raises FileNotFoundError; ConfigError for what is no file of this user's, or cannot be
+    opened."""
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        one = Descriptor(os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        raise _in_the_way(path, str(error)) from error
+    status = os.fstat(one.fd)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        one.close()
+        raise _in_the_way(path, "it belongs to another user, or is no file")
+    return one
+
+
+def _in_the_way(path: str, words: str) -> ConfigError:
+    return ConfigError(f"{path} cannot be used: {words}; use another name, or remove it by hand", option="name", value=path)
 
 
 @contextmanager
 def _building(name: str) -> Iterator[bool]:
-    """Hold the lock of a name, if it can be had: whether it could."""
+    """Hold the lock of a name, if it can be had: whether it could. Its file goes where nothing has that name at the end."""
     path = path_of(name) + _LOCK
-    fd = _open(path, os.O_CREAT | os.O_RDWR)
+    one = _open(path, os.O_CREAT | os.O_RDWR)
+    is_ours = False
     try:
         # One that was removed between opening and locking is nobody's lock any more.
-        yield _try_lock(fd, fcntl.LOCK_EX) and _is_at(fd, path)
+        is_ours = one.try_lock(fcntl.LOCK_EX) and one.is_at(path)
+        yield is_ours
     finally:
-        close(fd)
-
-
-def _is_at(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+        if is_ours and not os.path.lexists(path_of(name)):
+            os.unlink(path)
+        one.close()
 
 
 # --- attach, build ----------------------------------------------------------------------------------------------------------
 
 
-def try_attach(name: str) -> int | None:
-    """Open the segment of a name and hold it; None when there is none."""
+def try_attach(name: str, deadline_s: float) -> Descriptor | None:
+    """Open the segment of a name and hold it; None when there is none. Raises LoaderTimeoutError."""
     path = path_of(name)
     while True:
         try:
-            fd = _open(path, os.O_RDWR)
+            one = _open(path, os.O_RDWR)
         except FileNotFoundError:
             return None
-        if _try_lock(fd, fcntl.LOCK_SH) and _is_at(fd, path):
-            return fd
-        close(fd)  # it is being removed
+        if one.try_lock(fcntl.LOCK_SH) and one.is_at(path):
+            return one
+        one.close()  # it is being removed
+        if time.monotonic() > deadline_s:
+            raise LoaderTimeoutError(
+                f"another process has locked {path} for itself: one that was stopped while it removed it, perhaps", name=name
+            )
         time.sleep(_LOOK_S)
 
 
@@ -206,18 +227,22 @@ class Partial:
     def __init__(self, name: str) -> None:
         self.name = name
         self.path = path_of(name) + _PARTIAL
-        self.fd = -1
+        self.file: Descriptor | None = None
 
     def begin(self) -> None:
         """Make an empty file; what was there before stays valid for those who have it mapped."""
         self.drop()
-        self.fd = _open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        self.file = _open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+
+    def holds(self, fd: int) -> bool:
+        """Whether a descriptor is of this very file."""
+        return self.file is not None and os.path.samestat(os.fstat(self.file.fd), os.fstat(fd))
 
     def drop(self) -> bool:
         """Remove the file, if it is there; whether it was."""
-        if self.fd >= 0:
-            close(self.fd)
-            self.fd = -1
+        if self.file is not None:
+            self.file.close()
+            self.file = None
         try:
             os.unlink(self.path)
         except FileNotFoundError:
@@ -225,7 +250,9 @@ class Partial:
         return True
 
 
-def attach_or_build(name: str, attach: Callable[[int], _Made], build: Callable[[Partial], _Made], timeout_s: float) -> _Made:
+def attach_or_build(
+    name: str, attach: Callable[[Descriptor], _Made], build: Callable[[Partial], _Made], timeout_s: float
+) -> _Made:
     """Attach the segment of a name, or have it built: by this process, or by another that has begun already.
 
     `attach` takes a descriptor, `build` an empty file that it has to fill. Raises LoaderTimeoutError.
@@ -233,13 +260,13 @@ def attach_or_build(name: str, attach: Callable[[int], _Made], build: Callable[[
     check_name(name)
     began_s = quiet_s = time.monotonic()
     while True:
-        fd = try_attach(name)
-        if fd is not None:
-            return _closing(fd, attach)
+        found = try_attach(name, began_s + timeout_s)
+        if found is not None:
+            return _closing(found, attach)
         with _building(name) as is_ours:
             if is_ours:
-                fd = try_attach(name)  # somebody may have finished in between
-                return _closing(fd, attach) if fd is not None else _build(name, build)
+                found = try_attach(name, began_s + timeout_s)  # somebody may have finished in between
+                return _closing(found, attach) if found is not None else _build(name, build)
         now_s = time.monotonic()
         if now_s - began_s > timeout_s:
             raise LoaderTimeoutError(
@@ -254,11 +281,11 @@ def attach_or_build(name: str, attach: Callable[[int], _Made], build: Callable[[
         time.sleep(_LOOK_S)
 
 
-def _closing(fd: int, use: Callable[[int], _Made]) -> _Made:
+def _closing(found: Descriptor, use: Callable[[Descriptor], _Made]) -> _Made:
     try:
-        return use(fd)
+        return use(found)
     except BaseException:
-        close(fd)
+        found.close()
         raise
 
 
@@ -270,7 +297,8 @@ def _build(name: str, build: Callable[[Partial], _Made]) -> _Made:
     partial.begin()
     try:
         made = build(partial)
-        if not _try_lock(partial.fd, fcntl.LOCK_SH):
+        assert partial.file is not None
+        if not partial.file.try_lock(fcntl.LOCK_SH):
             raise LoaderError(f"the new segment {name!r} is locked by somebody else")
         os.rename(partial.path, path_of(name))
     except BaseException:
@@ -309,50 +337,56 @@ class Leftover:
 def leftovers() -> list[Leftover]:
     """List the named segments of this user, used or not, by name."""
     prefix = os.path.basename(path_of(""))
-    found = []
-    for entry in sorted(os.listdir(_FOLDER)):
-        name = entry.removeprefix(prefix)
-        if entry.startswith(prefix) and not name.endswith(_LOCK):
-            one = _look(name)
-            if one is not None:
-                found.append(one)
-    return found
+    entries = {entry.removeprefix(prefix) for entry in os.listdir(_FOLDER) if entry.startswith(prefix)}
+    names = {entry.removesuffix(_PARTIAL).removesuffix(_LOCK) for entry in entries}
+    found = [_look(name, entries) for name in sorted(names) if _NAME.fullmatch(name)]
+    return [one for one in found if one is not None]
 
 
-def _look(name: str) -> Leftover | None:
+def _look(name: str, entries: Collection[str]) -> Leftover | None:
     try:
-        fd = _open(path_of(name), os.O_RDWR)
-    except (FileNotFoundError, ConfigError):
-        return None
+        if name not in entries:
+            nbytes = os.stat(path_of(name) + _PARTIAL).st_blocks * 512 if name + _PARTIAL in entries else 0
+            with _building(name) as is_ours:
+                return Leftover(name, "unfinished", nbytes, not is_ours)
+        one = _open(path_of(name), os.O_RDWR)
+    except (OSError, ConfigError):
+        return None  # gone meanwhile, or not ours
     try:
-        nbytes = os.fstat(fd).st_blocks * 512
-        if name.endswith(_PARTIAL):
-            with _building(name.removesuffix(_PARTIAL)) as is_ours:
-                return Leftover(name.removesuffix(_PARTIAL), "unfinished", nbytes, not is_ours)
         try:
-            kind = str(read_header(fd, name)[1].get("kind", "unknown"))
+            kind = str(read_header(one.fd, name)[1].get("kind", "unknown"))
         except (ConfigError, ValueError):
             kind = "unknown"
-        return Leftover(name, kind, nbytes, not _try_lock(fd, fcntl.LOCK_EX))
+        return Leftover(name, kind, os.fstat(one.fd).st_blocks * 512, not _is_unused(one))
     finally:
-        close(fd)
+        one.close()
+
+
+def _is_unused(one: Descriptor) -> bool:
+    """Whether nobody holds a file. To ask is to hold it for a moment, and others may be asking, too."""
+    for _ in range(_NUM_ASKED):
+        if one.try_lock(fcntl.LOCK_EX):
+            return True
+        time.sleep(_ASK_S)
+    return False
 
 
 def remove(name: str) -> bool:
     """Remove what there is of a name, unless somebody uses or builds it; whether anything was removed."""
-    path, is_removed = path_of(check_name(name)), False
+    path, is_removed = path_of(check_name(name)), os.path.lexists(path_of(name) + _LOCK)
+    was_there = os.path.lexists(path)
     with _building(name) as is_ours:
         if not is_ours:
             return False
         for each in (path + _PARTIAL, path):
             try:
-                fd = _open(each, os.O_RDWR)
+                one = _open(each, os.O_RDWR)
             except FileNotFoundError:
                 continue
-            if _try_lock(fd, fcntl.LOCK_EX):
+            if _is_unused(one):
                 os.unlink(each)
                 is_removed = True
-            close(fd)
-        if not os.path.exists(path):
-            os.unlink(path + _LOCK)
-    return is_removed
+            elif each == path:
+                is_removed = False
+            one.close()
+    return is_removed and not (was_there and os.path.lexists(path))

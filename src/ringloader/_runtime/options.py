@@ -151,6 +151,27 @@ def _check_time_and_faults(options: dict[str, Any]) -> None:
     _fill_in(options, "faults", FaultPolicy())
     if not isinstance(options["faults"], FaultPolicy):
         raise ConfigError(f"faults is {options['faults']!r}; give a FaultPolicy", option="faults", value=options["faults"])
+    _check_reachable(options["faults"], options["num_workers"], options["timeout"])
+
+
+def _check_reachable(faults: FaultPolicy, num_workers: int, timeout: float | None) -> None:
+    """Refuse limits that others stand in the way of."""
+    most = faults.restarts * max(1, num_workers) + 1
+    if num_workers and faults.on_bad_sample != "raise" and faults.sample_deaths > most:
+        raise ConfigError(
+            f"faults.sample_deaths={faults.sample_deaths} is never reached: with faults.restarts={faults.restarts} and "
+            f"num_workers={num_workers} no worker is left after {most} deaths, and "
+            f"faults.on_bad_sample={faults.on_bad_sample!r} never applies; raise restarts",
+            option="faults.sample_deaths",
+            value=faults.sample_deaths,
+        )
+    if num_workers and faults.retry is not None and timeout is not None and faults.retry.total_wait_s >= timeout:
+        raise ConfigError(
+            f"faults.retry waits {faults.retry.total_wait_s:g} s for one sample, and timeout={timeout:g} ends a worker that "
+            "takes so long for a batch: give fewer times or a smaller max_backoff_s, or raise timeout",
+            option="faults.retry",
+            value=faults.retry,
+        )
 
 
 def _check_seed(options: dict[str, Any]) -> None:

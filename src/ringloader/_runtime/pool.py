@@ -115,6 +115,7 @@ class ProcessPool:
     def drain(self) -> list[Fact]:
         """Read everything that has arrived, and notice every process that has ended."""
         facts: list[Fact] = []
+        self._oom_counts.look()
         for member in list(self._members.values()):
             if not member.is_closed:
                 facts += self._read(member, drain=True)

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -123,11 +124,17 @@ class WorkerProcess:
     def close(self) -> None:
         """Let go of descriptors; the process should be reaped, or is abandoned."""
         if not self.is_reaped:
-            self._popen.returncode = 0  # abandoned on purpose: subprocess must not wait for it or warn about it
+            # Abandoned on purpose. It ends some time, and somebody has to collect it, or it stays as a zombie.
+            arguments = (self._popen,)
+            threading.Thread(target=_collect, args=arguments, name=f"waits-for-{self.pid}", daemon=True).start()
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
         self.page.close()
+
+
+def _collect(popen: subprocess.Popen[bytes]) -> None:
+    popen.wait()
 
 
 def _exists(pid: int) -> bool:

@@ -6,9 +6,10 @@ told.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringloader import factory
@@ -62,7 +63,13 @@ def check_stream_options(options: Options) -> None:
 
 
 # A descriptor, and what closes it.
-Closing = tuple[int, Callable[[int], None]]
+Closing = tuple[int, Callable[[], None]]
+
+
+def close_all(closing: Sequence[Closing]) -> None:
+    """Close descriptors that workers were to get."""
+    for _, close in closing:
+        close()
 
 
 def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) -> tuple[WorkerSettings, int, list[Closing]]:
@@ -71,7 +78,7 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
     spec = find_process_spec(dataset)
     collate, init_fn, used = _callables(options)
     retry = retry_to_wire(options.faults.retry)
-    kinds: list[bytes] = retry[2] if retry else []  # type: ignore[assignment]
+    kinds: list[bytes] = retry[3] if retry else []  # type: ignore[assignment]
     needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn, *kinds) if wire)
     settings: dict[str, object] = {
         "sys_path": [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)],
@@ -100,7 +107,7 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
         needs_main = needs_main or spec.needs_main
     else:
         payload_fd, sizes, pickled = _pickle(dataset)
-        closing.append((payload_fd, os.close))
+        closing.append((payload_fd, functools.partial(os.close, payload_fd)))
         settings["payload_sizes"] = sizes
         needs_main = needs_main or pickled.needs_main
         used += pickled.handles
@@ -109,6 +116,7 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
     settings["main"] = main.to_wire() if main is not None else {}
     shared = {handle.token: handle for handle in used}
     if len(shared) > MAX_HANDLES:
+        close_all(closing)
         raise ConfigError(
             f"the dataset refers to {len(shared)} objects in shared memory, of {MAX_HANDLES} at most: keep many arrays in one "
             "SharedArrays",
@@ -116,7 +124,12 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
             value=len(shared),
         )
     settings["handles"] = list(shared)
-    closing += [handle.lend() for handle in shared.values()]
+    try:
+        for handle in shared.values():
+            closing.append(handle.lend())
+    except BaseException:
+        close_all(closing)
+        raise
     hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)
     return WorkerSettings(settings, hash_seed, tuple([fd for fd, _ in closing])), length, closing
 

@@ -23,6 +23,7 @@ import numpy as np
 from ringloader._core import messages as msg
 from ringloader._core.digests import attribute_digests
 from ringloader._runtime import segment, status
+from ringloader._runtime.causes import LAST_WORDS
 from ringloader._runtime.filler import Filler
 from ringloader._runtime.pipe import BlockingPipe, Closed
 from ringloader._runtime.seeding import LateImports, Seeder
@@ -46,8 +47,12 @@ def main(fd: int) -> None:
         except Closed:
             pass  # the parent is gone or has let go of us: nobody is left to tell
         except SystemExit as left:
-            worker.explain(left)
+            worker.explain("", left)
             raise
+        except Exception as error:
+            # What this process cannot go on after: no descriptors, no memory, a message that is none. The parent tells.
+            worker.explain(f"{LAST_WORDS}{type_name(error)}: {safe_text(error)}\n", error)
+            sys.exit(1)
 
 
 def _tie_to_parent() -> None:
@@ -69,10 +74,10 @@ class _Worker:
         self._populated: dict[tuple[int, int], int] = {}
         self._page: StatusPage | None = None
 
-    def explain(self, left: SystemExit) -> None:
-        """Dataset code wants this process to end: leave word of where."""
+    def explain(self, words: str, error: BaseException | None = None) -> None:
+        """This process is going to end: leave word of why, and where."""
         if self._page is not None and os.getpid() == self._pid:
-            self._page.write_trace(format_traceback(left))
+            self._page.write_trace(words + (format_traceback(error) if error is not None else ""))
 
     def run(self) -> None:
         setup, fds = self._next()
@@ -115,6 +120,7 @@ class _Worker:
             if isinstance(message, msg.Fill):
                 self._fill(message, fds)
                 if self._filler.is_tainted:
+                    self.explain(f"{LAST_WORDS}write_batch kept memory of a slot, which ends with this process\n")
                     return  # its views end with this process; another one goes on
             elif isinstance(message, msg.DropSegment):
                 self._drop(message.segment_id)
@@ -130,7 +136,11 @@ class _Worker:
                 raise ProtocolError(f"a worker got a {type(message).__name__} message")
 
     def _call(self, call: msg.Call) -> None:
+        if self._page is not None:
+            self._page.stage(status.CALLING)
         answer = self._filler.call(call)
+        if self._page is not None:
+            self._page.stage(status.IDLE)
         try:
             self._pipe.send(answer)
         except ProtocolError as error:

@@ -27,11 +27,15 @@ class Shareable:
         self.token = os.urandom(12).hex() if token is None else token
         _live[self.token] = self
 
+    def forget(self) -> None:
+        """It is closed: arrays that still lie in its memory are like any others."""
+        _live.pop(self.token, None)
+
     def fileno(self) -> int:
         """The descriptor of the memory; the object's own."""
         raise NotImplementedError
 
-    def lend(self) -> tuple[int, Callable[[int], None]]:
+    def lend(self) -> tuple[int, Callable[[], None]]:
         """Return another descriptor of the memory, for a loader that may outlive this object, and what closes it."""
         raise NotImplementedError
 
@@ -47,6 +51,7 @@ class Shareable:
 
 _live: weakref.WeakValueDictionary[str, Shareable] = weakref.WeakValueDictionary()
 _received: dict[str, int] = {}
+_attached: dict[str, Shareable] = {}  # in a worker: by token, attached once, for as long as the worker lives
 
 
 def receive(tokens: Iterable[str], fds: Sequence[int]) -> None:
@@ -59,9 +64,19 @@ def descriptor_of(token: str) -> int:
     return _received[token]
 
 
+def keep(attached: Shareable) -> None:
+    """Attach nothing of this token again."""
+    _attached[attached.token] = attached
+
+
 def find(token: str) -> Shareable | None:
     """The object of this process with a token."""
-    return _live.get(token)
+    return _attached.get(token) or _live.get(token)
+
+
+def all_live() -> list[Shareable]:
+    """Every object of this process that is not closed."""
+    return list(_live.values())
 
 
 def holder_of(array: np.ndarray[Any, Any]) -> tuple[Shareable, int] | None:
@@ -85,7 +100,31 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
     return low, high + array.itemsize
 
 
-def view_of(kind: type[Shareable], token: str, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Any:
-    """Return an array over attached memory: the inverse of `holder_of`."""
+def view_of(
+    kind: type[Shareable],
+    token: str,
+    offset: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: np.dtype[Any],
+    writeable: bool,
+) -> Any:
+    """Return an array over attached memory, as writeable as it was: the inverse of `holder_of`."""
     memory = kind.attach_token(token).memory()
-    return np.ndarray(tuple(shape), np.dtype(dtype), memory, offset, tuple(strides))
+    view = np.ndarray(tuple(shape), dtype, memory, offset, tuple(strides))
+    if writeable and not view.flags.writeable:
+        return unguarded(view)
+    view.flags.writeable = writeable
+    return view
+
+
+class _Unguarded:
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def unguarded(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same memory as if it could be written to: torch has no read-only tensors. It is mapped privately, so that whoever
+    does writes to pages of the process's own."""
+    return np.asarray(_Unguarded(array))

@@ -219,7 +219,7 @@ class _Pickler(pickle.Pickler):
         if held is not None:
             holder, offset = held
             self.handles[holder.token] = holder
-            return view_of, (type(holder), holder.token, offset, array.shape, array.strides, array.dtype.str)
+            return view_of, (type(holder), holder.token, offset, array.shape, array.strides, array.dtype, array.flags.writeable)
         source = source_of(array)
         return NotImplemented if source is None else (map_file, source)
 
