@@ -22,6 +22,7 @@ _LEVELS = {
     "collation": 3,
     "datasets": 4,
     "arrays": 5,
+    "shared_records": 5,
     "sharing": 5,
     "samplers": 4,
     "_runtime": 5,

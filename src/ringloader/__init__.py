@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from ringloader.leases import record_stream, release
     from ringloader.loader import Loader, LoaderStats
     from ringloader.samplers import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedSampler
-    from ringloader.sharing import SharedArrays, SharedRecords
+    from ringloader.shared_records import SharedRecords
+    from ringloader.sharing import SharedArrays
 
 __version__ = "0.1.0"
 
@@ -61,7 +62,8 @@ _MODULES = {
     "factory": ("FactorySpec",),
     "leases": ("record_stream", "release"),
     "loader": ("Loader", "LoaderStats"),
-    "sharing": ("SharedArrays", "SharedRecords"),
+    "shared_records": ("SharedRecords",),
+    "sharing": ("SharedArrays",),
     "samplers": ("BatchSampler", "DistributedSampler", "RandomSampler", "SequentialSampler", "WeightedSampler"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
