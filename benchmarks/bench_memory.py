@@ -36,6 +36,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _ROW_NBYTES = 64 << 10
 _RECORD_NBYTES = 700  # of a dict of five, as Python keeps it
 _TIMEOUT_S = 600
+_STYLES = {"ringloader": "C0o-", "fork": "C1s-", "spawn": "C2^-"}
 _CASES = {
     "plain": ("ringloader", "fork", "spawn"),
     "tensors": ("ringloader", "fork", "spawn"),
@@ -344,11 +345,11 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
             points = [row for row in rows if row["case"] == case and row["contender"] == contender and "later_mib" in row]
             label = contender if contender == "ringloader" else f"DataLoader, {contender}"
             if points:
-                panel.plot(
-                    [row["num_workers"] for row in points], [row["later_mib"] / 1024 for row in points], "o-", label=label
-                )
+                heights = [row["later_mib"] / 1024 for row in points]
+                panel.plot([row["num_workers"] for row in points], heights, _STYLES[contender], label=label)
         panel.set(title=case, xlabel="workers", ylim=(0, None))
         panel.legend(fontsize="x-small")
+        panel.set_xlim(0, max(row["num_workers"] for row in rows) + 1)
     axes[0][0].set_ylabel("GiB of all processes")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
