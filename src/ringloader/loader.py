@@ -138,7 +138,8 @@ class Loader:
         self._copies: deque[cuda.Copy] = deque()  # to the device, whose time is not known yet
         self._num_batches = 0
         self._skipped = BadSamples()
-        self._num_forgotten = 0  # skipped before a resumption, and not named
+        self._num_forgotten = 0  # skipped before a resumption, and known by their names at most
+        self._named: list[object] = []  # those names
         self._deadly = BadSamples()  # samples that ended workers, for workers to come
         self._facts: dict[str, Any] | None = None  # of the dataset
         self._streams_known: bool | None = None  # whether it is an iterable one, once that is known
@@ -262,7 +263,7 @@ class Loader:
             world_size=self._world_size,
             sampler=place.sampler,
             num_skipped=self._skipped.num_added + self._num_forgotten,
-            skipped=name_keys(list(self._skipped)),
+            skipped=name_keys([*self._named, *self._skipped]),
             deadly=deadly_keys(list(self._deadly)),
         ).to_dict()
 
@@ -281,10 +282,11 @@ class Loader:
         self.set_epoch(saved.epoch)
         self._drop_early()
         self._resumed = saved
-        self._skipped = BadSamples(saved.skipped)
+        plain = [key for key in saved.skipped if type(key) is int]
+        self._skipped, self._named = BadSamples(plain), [key for key in saved.skipped if type(key) is not int]
         for key in saved.deadly:
             self._deadly.add(key)
-        self._num_forgotten = max(0, saved.num_skipped - len(saved.skipped))
+        self._num_forgotten = max(0, saved.num_skipped - len(plain))
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `dataset.method(*args, **kwargs)` in every worker, behind the batches that it has been asked for.
@@ -339,7 +341,7 @@ class Loader:
     @property
     def skipped(self) -> list[object]:
         """Keys of samples that were skipped or replaced as bad, in the order they were met: the last 10,000."""
-        return list(self._skipped)
+        return [*self._named, *self._skipped]
 
     @property
     def epoch(self) -> int:

@@ -112,7 +112,7 @@ class Differs(Numbers):
     """Of another length in every process."""
 
     def __init__(self) -> None:
-        super().__init__(100 + os.getpid())
+        super().__init__(10**9 + os.getpid())
 
 
 class Lines:

@@ -106,7 +106,7 @@ def test_b09_without_a_timeout_a_line_says_what_is_awaited(
             logger.removeHandler(handler)
         assert loader.skipped == [9]
     for line in lines[:3]:
-        for part in ("still waiting after", "batch 2", "worker 0", f"pid {pid}", "fetching", "sample 1"):
+        for part in ("still waiting after", "batch 2", "worker 0", f"pid {pid}", "fetching sample 9", "begun"):
             assert part in line, part
 
 

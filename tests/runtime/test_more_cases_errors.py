@@ -61,10 +61,10 @@ def test_b61_close_while_a_worker_writes_what_nobody_reads(tmp_path: Path, monke
         assert len(next(iterator)) == 2
         engine = loader._engine
         assert engine is not None
-        assert wait_until(lambda: engine.backend.observe(0).stage == "fetching")
+        assert wait_until(lambda: engine.backend.observe(0, 1).stage == "fetching")
         monkeypatch.setattr(ProcessPool, "_read", lambda self, member, drain=False: [])
         (tmp_path / "go").touch()
-        assert wait_until(lambda: engine.backend.observe(0).stage == "sending")
+        assert wait_until(lambda: engine.backend.observe(0, 1).stage == "sending")
         began_s = time.monotonic()
         loader.close()
         assert time.monotonic() - began_s < 4.0 * UNIT_S
