@@ -48,7 +48,7 @@ class SharedRecords(Shared, Sequence[Any]):
             assert partial.file is not None
             descriptor = partial.file.dup()
         else:
-            descriptor = Descriptor(os.memfd_create("ringloader-records", os.MFD_CLOEXEC))
+            descriptor = Descriptor(os.memfd_create("ringloader-records", os.MFD_CLOEXEC), is_locked=False)
         try:
             writer = _Writer(descriptor.fd, partial.name if partial is not None else "", named.PAGE_NBYTES)
             offsets = self._write_all(records, writer, progress)

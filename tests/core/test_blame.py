@@ -137,3 +137,18 @@ def test_bad_samples_keep_the_last_keys_and_know_them_whatever_they_are() -> Non
     assert bad.num_added == 4
     assert bad.since(2) == [[1, 2], (3, "b")]
     assert bad.since(4) == []
+
+
+@pytest.mark.parametrize(("sample_deaths", "num_deaths"), [(1, 2), (3, 3), (5, 5)])
+def test_whole_call_that_ends_workers_is_bad_after_as_many_deaths_as_a_sample(sample_deaths: int, num_deaths: int) -> None:
+    """Once it was fetched in pieces; until then somebody may have killed them from outside. No worker is charged in the end."""
+    pool = OneWorker(restarts=9, sample_deaths=sample_deaths)
+    for k in range(num_deaths):
+        assert pool.batch.state is not BatchState.FAILED, k
+        pool.die(0, 100)
+        if k + 1 < num_deaths:
+            pool.ready()
+    assert pool.batch.state is BatchState.FAILED
+    assert pool.batch.fault is not None
+    assert pool.batch.fault.sample == -1
+    assert len(pool.core.workers.all[0].deaths) == 0

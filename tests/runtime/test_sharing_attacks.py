@@ -84,6 +84,25 @@ def test_forked_child_sends_the_right_memory(name: str) -> None:
     assert remove_leftovers(f"{name}-b") == [f"{name}-b"]
 
 
+def test_forked_child_sends_what_has_no_name_and_leaves_no_descriptor(name: str) -> None:
+    """Ranks that are forked read what their parent made; what a child finds again by name is closed with its object."""
+    unnamed = SharedArrays({"x": _X})
+    with SharedArrays.attach_or_build(name, lambda: {"x": _X + 1}) as arrays:
+
+        def act() -> None:
+            assert seen(unnamed["x"])[0] == _X.tobytes()
+            before = num_descriptors()
+            for _ in range(2):
+                assert seen(arrays["x"])[0] == (_X + 1).tobytes()
+            assert num_descriptors() <= before + 1
+            arrays.close()
+            gc.collect()
+            assert num_descriptors() <= before
+
+        assert in_child(act) == 0
+    assert seen(unnamed["x"])[0] == _X.tobytes()
+
+
 def test_object_that_a_builder_made_and_did_not_return_stays_what_it_is(name: str) -> None:
     """It owns its memory, whatever comes to lie under the name, and when the builder raises, too."""
     kept: list[SharedArrays] = []

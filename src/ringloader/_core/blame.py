@@ -93,7 +93,8 @@ class Blame:
     ) -> bool:
         start, stop = death.sample, death.sample + death.num_samples
         batch.num_range_deaths += 1
-        if batch.cuts and (start, stop) == (0, batch.num_keys):
+        is_enough = batch.num_range_deaths >= self._faults.sample_deaths
+        if is_enough and batch.cuts and (start, stop) == (0, batch.num_keys):
             # It was fetched in pieces just before, and no piece did it: all of it together does.
             session.fail(batch, Fault("deaths", -1, worker.worker_id, None, story, facts))
             batch.charged.setdefault(_TOGETHER, []).append(worker.worker_id)

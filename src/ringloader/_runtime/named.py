@@ -115,11 +115,16 @@ def _refused(what: str, words: str) -> ConfigError:
 
 
 class Descriptor:
-    """An open file with what locks it has. A forked child holds none: its copy is closed, or the lock would be kept by it."""
+    """An open file with what locks it has. A forked child holds none: its copy is closed, or the lock would be kept by it.
 
-    def __init__(self, fd: int) -> None:
+    `is_locked` False: it never has any, and goes to children like any other descriptor.
+    """
+
+    def __init__(self, fd: int, *, is_locked: bool = True) -> None:
         self.fd = fd
-        _open_ones.add(self)
+        self._is_locked = is_locked
+        if is_locked:
+            _open_ones.add(self)
 
     def close(self) -> None:
         """Close it; harmless a second time, and in a forked child."""
@@ -130,7 +135,7 @@ class Descriptor:
 
     def dup(self) -> Descriptor:
         """Another that holds the same lock."""
-        return Descriptor(os.dup(self.fd))
+        return Descriptor(os.dup(self.fd), is_locked=self._is_locked)
 
     def try_lock(self, kind: int) -> bool:
         """Lock it (flock(2)) if nobody else has."""

@@ -111,6 +111,8 @@ class Shared(Shareable):
             status = os.fstat(found.fd)
             if (status.st_dev, status.st_ino) == self._place:
                 self._descriptor = found
+                finalizer = weakref.finalize(self._mapping, found.close)
+                finalizer.atexit = False
                 return
             found.close()
         raise ClosedError(
@@ -121,7 +123,7 @@ class Shared(Shareable):
     def lend(self) -> tuple[int, Callable[[], None]]:
         """Return another descriptor of the memory, and what closes it. Raises ClosedError."""
         fd = self.fileno()
-        other = self._descriptor.dup() if self._descriptor is not None else Descriptor(os.dup(fd))
+        other = self._descriptor.dup() if self._descriptor is not None else Descriptor(os.dup(fd), is_locked=False)
         return other.fd, other.close
 
     def memory(self) -> Array:
@@ -302,7 +304,7 @@ def reserve(nbytes: int) -> Descriptor:
     except segment.RoomError as error:
         raise ConfigError(f"arrays of {in_words(nbytes)} cannot be shared: {error}", option="arrays", value=nbytes) from error
     fd, piece.fd = piece.fd, -1
-    return Descriptor(fd)
+    return Descriptor(fd, is_locked=False)
 
 
 def _forget_in_child() -> None:
