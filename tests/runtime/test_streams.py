@@ -417,8 +417,11 @@ def test_streams_that_have_ended_are_not_batches_handed_over_out_of_order() -> N
         assert joined([plain(batch) for batch in loader]) == list(range(40, 100))
 
 
-def test_ranks_are_told_that_a_stream_is_theirs_to_shard(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_are_told_that_a_stream_is_theirs_to_shard(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing promises them a share."""
+    monkeypatch.setattr("ringloader.loader._said_sharding", set())  # it is said once per process
     with Loader(streams.Sharded(10), batch_size=4, rank=1, world_size=2) as loader:
         list(loader)
     assert "takes its part by get_worker_info().rank" in caplog.text
