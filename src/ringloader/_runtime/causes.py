@@ -17,6 +17,7 @@ from ringloader._runtime.memory import oom_kills
 LAST_WORDS = "last words: "
 # The kernel may end several workers at once: the first death that is looked into shows the growth, those after it do not.
 _SAME_S = 2.0
+_LOOK_S = 1.0
 
 
 class OomCounts:
@@ -25,13 +26,16 @@ class OomCounts:
     def __init__(self) -> None:
         self._seen = oom_kills()
         self._grown_s = -math.inf
+        self._looked_s = time.monotonic()
 
     def look(self) -> None:
-        """Now and then: what happened long before a death has nothing to do with it."""
-        self.have_grown()
+        """Now and then, a second apart at least: what happened long before a death has nothing to do with it."""
+        if time.monotonic() - self._looked_s >= _LOOK_S:
+            self.have_grown()
 
     def have_grown(self) -> bool | None:
         """Whether it has ended a process since the last look, or just before; None when the kernel does not count."""
+        self._looked_s = time.monotonic()
         now = oom_kills()
         before, self._seen = self._seen, now
         if now is None or before is None:
