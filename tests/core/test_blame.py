@@ -43,10 +43,10 @@ class OneWorker:
         self.core.receive(0, worker.incarnation, msg.Ready(1, {"length": 1000}), self.now_s)
         self.core.dispatch(self.now_s)
 
-    def die(self, start: int, num_samples: int) -> None:
+    def die(self, start: int, num_samples: int, *, is_oom: bool = False) -> None:
         """It dies while it fetches so many samples in one call."""
         worker = self.core.workers.all[0]
-        death = ev.Death(-9, self.batch.serial, start, "fetching", num_samples=num_samples)
+        death = ev.Death(-9, self.batch.serial, start, "fetching", num_samples=num_samples, is_oom=is_oom)
         self.core.handle(ev.WorkerExited(0, worker.incarnation, death), self.now_s)
         self.core.dispatch(self.now_s)
 
@@ -152,3 +152,15 @@ def test_whole_call_that_ends_workers_is_bad_after_as_many_deaths_as_a_sample(sa
     assert pool.batch.fault is not None
     assert pool.batch.fault.sample == -1
     assert len(pool.core.workers.all[0].deaths) == 0
+
+
+def test_death_that_was_not_charged_is_not_refunded() -> None:
+    """Of several for want of memory at one time the first is charged; what another owes stays owed."""
+    pool = OneWorker(restarts=9, on_bad_sample="skip", sample_deaths=2)
+    pool.core.workers.died(pool.core.workers.all[0], 0.0, is_oom=True)  # in another batch
+    pool.core.workers.all[0].state = WorkerState.RUNNING
+    for _ in range(2):
+        pool.die(77, 1, is_oom=True)
+        pool.ready()
+    assert list(pool.session.skipped) == [177]
+    assert len(pool.core.workers.all[0].deaths) == 1

@@ -67,6 +67,30 @@ def test_child_forked_inside_a_builder_has_memory_of_its_own(name: str, tmp_path
     assert precious.read_text() == "precious data " * 10
 
 
+def test_child_forked_inside_a_builder_that_raises_takes_nothing_away(name: str) -> None:
+    """It leaves through the parent's code, and the parent's half-built segment and lock are still there."""
+
+    def build() -> SharedArrays:
+        made = SharedArrays.empty({"x": (_X.shape, "float32")})
+        pid = os.fork()
+        if pid == 0:
+            raise InterruptedError("in the child")
+        os.waitpid(pid, 0)
+        made["x"][...] = _X
+        assert {f"{path}.partial", f"{path}.lock"} <= {f"/dev/shm/{entry}" for entry in os.listdir("/dev/shm")}
+        return made
+
+    path, parent = named.path_of(name), os.getpid()
+    try:
+        arrays = SharedArrays.attach_or_build(name, build)
+    except InterruptedError:
+        assert os.getpid() != parent
+        os._exit(0)
+    with arrays:
+        assert (arrays["x"] == _X).all()
+    assert (SharedArrays.attach(name)["x"] == _X).all()
+
+
 def test_forked_child_sends_the_right_memory(name: str) -> None:
     """Of a name that its parent attached, while it attaches others itself; their locks are its own."""
     with SharedArrays.attach_or_build(name, lambda: {"x": _X}) as arrays:

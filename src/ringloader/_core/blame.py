@@ -12,7 +12,7 @@ them a restart; this needs one for n <= 16, two for n <= 256. A death that narro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from ringloader._core import events as ev
 from ringloader._core.bad_samples import BadSamples
 from ringloader._core.policy import FaultPolicy
+from ringloader._core.records import record
 from ringloader._core.room import Room
 from ringloader._core.session import Batch, Fault, Session
 from ringloader._core.workers import Worker, Workers
@@ -28,6 +29,18 @@ from ringloader._core.workers import Worker, Workers
 _SMALL_RANGE = 16
 # Where the charges of deaths in calls for many samples are kept.
 _TOGETHER = -1
+
+
+@record
+class End:
+    """The end of a worker in the middle of a batch; `story` and `facts` are what is told of it."""
+
+    worker: Worker
+    session: Session
+    batch: Batch
+    death: ev.Death
+    story: str
+    facts: Mapping[str, Any]
 
 
 class Blame:
@@ -39,68 +52,45 @@ class Blame:
         self._workers = workers
         self._room = room
 
-    def charge(
-        self,
-        worker: Worker,
-        session: Session,
-        batch: Batch,
-        death: ev.Death,
-        story: str,
-        facts: Mapping[str, Any],
-        *,
-        restarts: bool,
-    ) -> tuple[bool, str]:
+    def charge(self, end: End, *, restarts: bool) -> tuple[bool, str]:
         """Count a death against what was being fetched. Returns whether a restart is due, and what is to be said of it."""
+        worker, session, batch, death = end.worker, end.session, end.batch, end.death
         if death.sample < 0:
             return restarts, ""
         if death.num_samples > 1 and batch.stream < 0:
-            return self._narrow(worker, session, batch, death, story, facts, restarts=restarts), ""
+            return self._narrow(end, restarts=restarts), ""
         sample = death.sample
         # It was among those of every range before: each was narrower than the last.
         batch.deaths[sample] = batch.deaths.get(sample, 0) + 1 + batch.num_range_deaths
         batch.num_range_deaths = 0
-        batch.charged.setdefault(sample, []).append(worker.worker_id)
+        charged = self._charged(end, sample)
         key = batch.key_list()[sample] if batch.stream < 0 and sample < batch.num_keys else None
+        together = batch.charged.get(_TOGETHER, [])
         is_known = batch.stream < 0 and key in self.deadly  # found out by another batch, while this one was on its way
         is_bad = batch.deaths[sample] >= self._faults.sample_deaths or is_known
         if is_bad and batch.stream < 0 and sample < batch.num_keys:
             self.deadly.add(key)
-        charged = [*batch.charged[sample], *batch.charged.get(_TOGETHER, [])]
         if is_bad and self._leave_out(session, batch, sample):
-            for worker_id in charged:
-                self._workers.refund(self._workers.all[worker_id])
-            self._workers.reprieve(worker)
+            self._refund(worker, [*charged, *together])
             policy = self._faults.on_bad_sample
             done = "is left out from now on" if policy == "skip" else "is replaced by another from now on"
             return True, f"; sample {key!r} {done} (faults.on_bad_sample={policy!r})"
         if is_bad or self._workers.are_lost:
-            session.fail(batch, Fault("deaths", sample, worker.worker_id, None, story, facts))
+            session.fail(batch, Fault("deaths", sample, worker.worker_id, None, end.story, end.facts))
             if session.streams is not None:
                 # Beyond the sample that kills nobody can read.
                 self._room.end_stream(session, batch.stream, batch.number + 1)
         return restarts, ""
 
-    def _narrow(
-        self,
-        worker: Worker,
-        session: Session,
-        batch: Batch,
-        death: ev.Death,
-        story: str,
-        facts: Mapping[str, Any],
-        *,
-        restarts: bool,
-    ) -> bool:
+    def _narrow(self, end: End, *, restarts: bool) -> bool:
+        worker, session, batch, death = end.worker, end.session, end.batch, end.death
         start, stop = death.sample, death.sample + death.num_samples
         batch.num_range_deaths += 1
         is_enough = batch.num_range_deaths >= self._faults.sample_deaths
         if is_enough and batch.cuts and (start, stop) == (0, batch.num_keys):
             # It was fetched in pieces just before, and no piece did it: all of it together does.
-            session.fail(batch, Fault("deaths", -1, worker.worker_id, None, story, facts))
-            batch.charged.setdefault(_TOGETHER, []).append(worker.worker_id)
-            for worker_id in batch.charged[_TOGETHER]:
-                self._workers.refund(self._workers.all[worker_id])
-            self._workers.reprieve(worker)
+            session.fail(batch, Fault("deaths", -1, worker.worker_id, None, end.story, end.facts))
+            self._refund(worker, self._charged(end, _TOGETHER))
             return True
         if batch.num_range_deaths >= min(2, self._faults.sample_deaths):
             batch.cuts = np.array(cuts(start, stop, batch.num_keys), np.int64).tobytes()
@@ -108,11 +98,24 @@ class Blame:
         is_narrower = is_narrower and batch.suspect != (start, stop)
         batch.suspect = (start, stop)
         if not is_narrower:
-            batch.charged.setdefault(_TOGETHER, []).append(worker.worker_id)
+            self._charged(end, _TOGETHER)
             return restarts
-        self._workers.refund(worker)
-        self._workers.reprieve(worker)
+        self._refund(worker, [worker.worker_id] if worker.was_charged else [])
         return True
+
+    @staticmethod
+    def _charged(end: End, place: int) -> list[int]:
+        """Note who was charged for a place of the batch; one of several deaths for want of memory was not."""
+        noted = end.batch.charged.setdefault(place, [])
+        if end.worker.was_charged:
+            noted.append(end.worker.worker_id)
+        return noted
+
+    def _refund(self, worker: Worker, charged: Iterable[int]) -> None:
+        """It was not the workers' fault: take their charges back, and have this one replaced after all."""
+        for worker_id in charged:
+            self._workers.refund(self._workers.all[worker_id])
+        self._workers.reprieve(worker)
 
     def meet(self, session: Session, batch: Batch) -> None:
         """A new batch may have samples that ended workers before: leave them out, or have the next death decide."""

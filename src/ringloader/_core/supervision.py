@@ -15,7 +15,7 @@ from typing import Any
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
-from ringloader._core.blame import Blame
+from ringloader._core.blame import Blame, End
 from ringloader._core.calls import Calls
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.recycling import Recycling
@@ -113,7 +113,7 @@ class Supervision:
         self.last_death = {"worker": worker.worker_id, "story": story, **facts}
         if blamed is not None:
             num_deadly = self.blame.deadly.num_added
-            restarts, words = self.blame.charge(worker, *blamed, death, story, facts, restarts=restarts)
+            restarts, words = self.blame.charge(End(worker, *blamed, death, story, facts), restarts=restarts)
             story += words
             if self.blame.deadly.num_added > num_deadly:
                 self._meet_all()

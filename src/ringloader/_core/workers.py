@@ -55,6 +55,7 @@ class Worker:
     excused_s: float = 0.0  # time of the present batch in which we did not run
     who: str = "not started"  # its name for the operating system, "pid 123"
     is_learning: bool = False  # its Fill has no slot; a Fill behind it would come before the answer to its NeedRoom
+    was_charged: bool = False  # for its last death
     due: str = ""  # why it is to give way to a successor
     is_draining: bool = False  # it is given no more batches
     is_told: bool = False  # to stop
@@ -130,7 +131,8 @@ class Workers:
         is_one_of_many = is_oom and now_s - self._oom_s <= _SAME_OOM_S
         if is_oom:
             self._oom_s = now_s
-        if not is_one_of_many:
+        worker.was_charged = not is_one_of_many
+        if worker.was_charged:
             worker.deaths.append(now_s)
         while worker.deaths and worker.deaths[0] <= now_s - faults.window_s:
             worker.deaths.popleft()

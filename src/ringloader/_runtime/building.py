@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable
@@ -126,6 +127,8 @@ def retry_from_wire(wire: list[Any]) -> SampleRetry | None:
 # A program of more files than this is too large to be told about file by file.
 _MAX_FILES = 1000
 _MAX_FILE_NBYTES = 1 << 20
+# Where packages are installed that are not under the interpreter's own prefix.
+_SITES = re.compile(r"/(site|dist)-packages/")
 
 
 def user_files() -> dict[str, list[int]]:
@@ -134,7 +137,7 @@ def user_files() -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if not isinstance(path, str) or path.startswith(installed) or len(found) >= _MAX_FILES:
+        if not isinstance(path, str) or path.startswith(installed) or _SITES.search(path) or len(found) >= _MAX_FILES:
             continue
         try:
             with open(path, "rb") as file:

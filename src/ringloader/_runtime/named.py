@@ -194,13 +194,14 @@ def _building(name: str) -> Iterator[bool]:
     """Hold the lock of a name, if it can be had: whether it could. Its file goes where nothing has that name at the end."""
     path = path_of(name) + _LOCK
     one = _open(path, os.O_CREAT | os.O_RDWR)
-    is_ours = False
+    is_ours, owner_pid = False, os.getpid()
     try:
         # One that was removed between opening and locking is nobody's lock any more.
         is_ours = one.try_lock(fcntl.LOCK_EX) and one.is_at(path)
         yield is_ours
     finally:
-        if is_ours and not os.path.lexists(path_of(name)):
+        # A child that the builder forked, and that comes by here on its way out, is not the one that builds.
+        if is_ours and owner_pid == os.getpid() and not os.path.lexists(path_of(name)):
             os.unlink(path)
         one.close()
 
@@ -232,6 +233,7 @@ class Partial:
     def __init__(self, name: str) -> None:
         self.name = name
         self.path = path_of(name) + _PARTIAL
+        self._owner_pid = os.getpid()
         self.file: Descriptor | None = None
 
     def begin(self) -> None:
@@ -244,7 +246,9 @@ class Partial:
         return self.file is not None and os.path.samestat(os.fstat(self.file.fd), os.fstat(fd))
 
     def drop(self) -> bool:
-        """Remove the file, if it is there; whether it was."""
+        """Remove the file, if it is there; whether it was. In a forked child: nothing, for it is the parent's."""
+        if self._owner_pid != os.getpid():
+            return False
         if self.file is not None:
             self.file.close()
             self.file = None
