@@ -13,25 +13,19 @@ a worker that has imported torch.
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks import report
+from benchmarks import turns
 
-_ROOT = Path(__file__).resolve().parent.parent
 _BILLION = 10**9
 _DATALOADER_SIZE = 10**8
 _BATCH_SIZE = 32
 _RESUME_BATCH = 10**6
 _NUM_SKIPPED = 1000
-_TIMEOUT_S = 300
 
 
 class Huge:
@@ -45,40 +39,6 @@ class Huge:
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print one table, write JSON if asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_data", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each (5)")
-    parser.add_argument("--json", type=Path, help="write all measurements here")
-    parser.add_argument("--quick", action="store_true", help="one round, small sizes for DataLoader")
-    parser.add_argument("--one", choices=_MEASURES, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one is not None:
-        print(json.dumps(_MEASURES[args.one](args.quick)))
-        return 0
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in _MEASURES}
-    for number in range(1 if args.quick else args.rounds):
-        for name in _MEASURES:
-            if name == "DataLoader" and number:
-                continue  # once: it takes a minute and gigabytes
-            command = [sys.executable, "-m", "benchmarks.bench_data", "--one", name, *(["--quick"] if args.quick else [])]
-            done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-            for quantity, value in json.loads(done.stdout).items():
-                found[name].setdefault(quantity, []).append(value)
-    rows = [
-        {"contender": name, "quantity": quantity, **report.summary(values)}
-        for name, columns in found.items()
-        for quantity, values in columns.items()
-    ]
-    cells = [(str(row["contender"]), str(row["quantity"]), report.with_range(row)) for row in rows]
-    report.show("long epochs, resuming, seeding", ("contender", "quantity", "median (range)"), cells)
-    facts = report.machine()
-    print(report.machine_line(facts))
-    if args.json is not None:
-        report.write_json(args.json, {"machine": facts, "rows": rows})
-    return 0
 
 
 def measure_ringloader(quick: bool) -> dict[str, float]:
@@ -166,4 +126,4 @@ _MEASURES: dict[str, Callable[[bool], dict[str, float]]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(turns.main("bench_data", "long epochs, resuming, seeding", __doc__, _MEASURES, once=("DataLoader",)))

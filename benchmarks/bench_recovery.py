@@ -14,10 +14,8 @@ the watching thread took.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
-import json
 import os
 import select
 import signal
@@ -25,17 +23,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import turns
 from benchmarks.workloads import find_workload
 
 _ROOT = Path(__file__).resolve().parent.parent
-_TIMEOUT_S = 300
 _OFTEN = 1_000_000
 _PHASE_S = 4.0
 _NUM_KILLS = 12
@@ -56,38 +53,6 @@ class Told:
         if index >= 64 and self._kind == "in C":
             ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the lock, as a badly written extension does
         return np.array([index, os.getpid()])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print one table, write JSON if asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_recovery", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each (5)")
-    parser.add_argument("--json", type=Path, help="write all measurements here")
-    parser.add_argument("--quick", action="store_true", help="one short round")
-    parser.add_argument("--one", choices=_MEASURES, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one is not None:
-        print(json.dumps(_MEASURES[args.one](args.quick)))
-        return 0
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in _MEASURES}
-    for _ in range(1 if args.quick else args.rounds):
-        for name in _MEASURES:
-            command = [sys.executable, "-m", "benchmarks.bench_recovery", "--one", name, *(["--quick"] if args.quick else [])]
-            done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-            for quantity, value in json.loads(done.stdout).items():
-                found[name].setdefault(quantity, []).append(value)
-    rows = [
-        {"measurement": name, "quantity": quantity, **report.summary(values)}
-        for name, columns in found.items()
-        for quantity, values in columns.items()
-    ]
-    cells = [(str(row["measurement"]), str(row["quantity"]), report.with_range(row)) for row in rows]
-    report.show("recovery", ("measurement", "quantity", "median (range)"), cells)
-    facts = report.machine()
-    print(report.machine_line(facts))
-    if args.json is not None:
-        report.write_json(args.json, {"machine": facts, "rows": rows})
-    return 0
 
 
 @contextlib.contextmanager
@@ -250,4 +215,4 @@ _MEASURES: dict[str, Callable[[bool], dict[str, float]]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(turns.main("bench_recovery", "recovery", __doc__, _MEASURES))

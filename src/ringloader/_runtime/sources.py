@@ -75,32 +75,26 @@ def close_all(closing: Sequence[Closing]) -> None:
 def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) -> tuple[WorkerSettings, int, list[Closing]]:
     """Return what process workers are told, the dataset's length where the parent knows it (else -1), and what has to be closed
     when the loader is gone. Raises ConfigError."""
-    spec = find_process_spec(dataset)
+    closing: list[Closing] = []
+    try:
+        settings, length = _settings(dataset, options, closing)
+    except BaseException:
+        close_all(closing)
+        raise
+    settings |= {"rank": rank, "world_size": world_size}
+    hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)
+    return WorkerSettings(settings, hash_seed, tuple([fd for fd, _ in closing])), length, closing
+
+
+def _settings(dataset: Any, options: Options, closing: list[Closing]) -> tuple[dict[str, object], int]:
+    """The settings but for the ranks, and the length; descriptors that go along are put into `closing`."""
     collate, init_fn, used = _callables(options)
     retry = retry_to_wire(options.faults.retry)
     kinds: list[bytes] = retry[3] if retry else []  # type: ignore[assignment]
     needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn, *kinds) if wire)
-    settings: dict[str, object] = {
-        "sys_path": [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)],
-        "argv": [argument for argument in sys.argv if isinstance(argument, str)],
-        "cwd": os.getcwd(),
-        "spec": b"",
-        "payload_sizes": [],
-        "collate": collate,
-        "init_fn": init_fn,
-        "output": options.output,
-        "convert": options.batch_size is None and options.batch_sampler is None,
-        "batch_size": options.batch_size or 0,
-        "drop_last": options.drop_last,
-        "seed": options.seed,
-        "seed_per": options.seed_per,
-        "retry": retry,
-        "num_workers": options.num_workers,
-        "rank": rank,
-        "world_size": world_size,
-    }
+    settings = {**_plain_settings(options), "collate": collate, "init_fn": init_fn, "retry": retry}
     length = -1
-    closing: list[Closing] = []
+    spec = find_process_spec(dataset)
     if spec is not None:
         settings["spec"] = spec.to_wire()
         used += spec.handles
@@ -114,24 +108,41 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
         length = len(dataset) if hasattr(dataset, "__len__") and not is_iterable(dataset) else -1
     main = main_module.describe_main() if needs_main else None
     settings["main"] = main.to_wire() if main is not None else {}
+    settings["handles"] = _lend(used, closing)
+    return settings, length
+
+
+def _plain_settings(options: Options) -> dict[str, object]:
+    """What depends on neither the dataset nor the user's functions."""
+    return {
+        "sys_path": [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)],
+        "argv": [argument for argument in sys.argv if isinstance(argument, str)],
+        "cwd": os.getcwd(),
+        "spec": b"",
+        "payload_sizes": [],
+        "output": options.output,
+        "convert": options.batch_size is None and options.batch_sampler is None,
+        "batch_size": options.batch_size or 0,
+        "drop_last": options.drop_last,
+        "seed": options.seed,
+        "seed_per": options.seed_per,
+        "num_workers": options.num_workers,
+    }
+
+
+def _lend(used: list[Shareable], closing: list[Closing]) -> list[str]:
+    """Have descriptors of what lies in shared memory go along; returns their tokens. Raises ConfigError for too many."""
     shared = {handle.token: handle for handle in used}
     if len(shared) > MAX_HANDLES:
-        close_all(closing)
         raise ConfigError(
             f"the dataset refers to {len(shared)} objects in shared memory, of {MAX_HANDLES} at most: keep many arrays in one "
             "SharedArrays",
             option="dataset",
             value=len(shared),
         )
-    settings["handles"] = list(shared)
-    try:
-        for handle in shared.values():
-            closing.append(handle.lend())
-    except BaseException:
-        close_all(closing)
-        raise
-    hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)
-    return WorkerSettings(settings, hash_seed, tuple([fd for fd, _ in closing])), length, closing
+    for handle in shared.values():
+        closing.append(handle.lend())
+    return list(shared)
 
 
 def _callables(options: Options) -> tuple[bytes, bytes, list[Shareable]]:
