@@ -224,12 +224,15 @@ FULL_RUN = """
 import os, signal, sys
 from ringloader import FactorySpec, Loader
 from tests.runtime.case_datasets import Pid
+from tests.runtime.conftest import wait_until
 if __name__ == "__main__":
     loader = Loader(FactorySpec(Pid, 400), batch_size=10, num_workers=2, output="numpy")
     for epoch in range(2):
         got = []
         for k, batch in enumerate(loader):
             if sys.argv[1] == "kill" and k == 5:
+                # What was killed in the epoch before may not have its successor yet.
+                assert wait_until(lambda: len(loader.stats().worker_pids) == 2)
                 os.kill(loader.stats().worker_pids[epoch], signal.SIGKILL)
             got += batch[:, 0].tolist()
         assert got == list(range(400))

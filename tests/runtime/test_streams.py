@@ -133,6 +133,7 @@ def test_order_drawn_by_a_stream_is_drawn_again_by_its_replay() -> None:
             iterator = iter(loader)
             head = [plain(next(iterator)) for _ in range(cut)]
             state = loader.state_dict()
+            assert wait_until(lambda: len(loader.stats().worker_pids) == 2)
             os.kill(loader.stats().worker_pids[cut % 2], 9)
             assert head + [plain(batch) for batch in iterator] == whole
         with Loader(spec, batch_size=4, num_workers=2, output="numpy") as loader:
