@@ -3,10 +3,11 @@
 Method. Each configuration is a process of its own: it makes the dataset, reads epochs until every worker has touched every row
 (each sample touches all of them), and sums the proportional set size (PSS) of itself and its workers, all shared memory
 included. Then it reads two more epochs (of dicts and records one) and sums again, for what grows by being read. Datasets:
-`plain`, a user's class with an array; `tensors`, torch's `TensorDataset`; `shared`, the same class over `SharedArrays`; `file`,
-over a memory-mapped `.npy`; `dicts`, a list of small dicts, which ringloader refuses to send, and `records`, the same as
-`SharedRecords`. What would not fit into three quarters of the memory available is left out and says so. What the process took
-before it made the dataset, torch imported, is taken off: a training program has that anyway. `costs` are times: making a
+`plain`, a user's class with an array; `tensors`, torch's `TensorDataset` of rows of 4 KiB, of which one in 64 KiB is read, the
+kernel mapping those around it, until the RSS of each worker is as large as the data; `shared`, the class over `SharedArrays`;
+`file`, over a memory-mapped `.npy`; `dicts`, a list of small dicts, which ringloader refuses to send, and `records`, the same
+as `SharedRecords`. What would not fit into three quarters of the memory available is left out and says so. What the process
+took before it made the dataset, torch imported, is taken off: a training program has that anyway. `costs` are times: making a
 `SharedArrays` against copying into new memory, attaching one by name, and reading one record.
 
     python -m benchmarks.bench_memory --json memory.json --plot memory.png
@@ -34,6 +35,7 @@ from benchmarks import report
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ROW_NBYTES = 64 << 10
+_TENSOR_ROW_NBYTES = 4 << 10
 _RECORD_NBYTES = 700  # of a dict of five, as Python keeps it
 _TIMEOUT_S = 600
 _STYLES = {"ringloader": "C0o-", "fork": "C1s-", "spawn": "C2^-"}
@@ -60,17 +62,20 @@ class Touches:
         return np.array([os.getpid(), int(float(self.rows[:, ::512].sum()) * 0)])
 
 
-class TouchesTensors:
-    """The same over torch's TensorDataset."""
+class EachRange:
+    """A sampler: of each `step` samples one, shuffled, a few times over."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, num_samples: int, step: int, num_passes: int) -> None:
+        self.places = np.arange(0, num_samples, step)
+        self.num_passes = num_passes
+        self.rng = np.random.default_rng(0)
 
     def __len__(self) -> int:
-        return 64
+        return len(self.places) * self.num_passes
 
-    def __getitem__(self, index: int) -> Any:
-        return np.array([os.getpid(), int(float(self.dataset.tensors[0][:, ::512].sum()) * 0)])
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.num_passes):
+            yield from self.rng.permutation(self.places).tolist()
 
 
 class TouchesRecords:
@@ -169,7 +174,7 @@ def _estimate(job: Job) -> int:
     """What a configuration takes at its worst."""
     size = job.num_records * _RECORD_NBYTES if job.case in ("dicts", "records") else job.data_nbytes
     copies = 2
-    if job.contender == "spawn" and job.case != "file":
+    if job.contender == "spawn" and job.case not in ("file", "tensors"):  # torch moves tensors into shared memory
         copies = job.num_workers + 3  # each its own, and what is on its way
     if job.case == "dicts":
         copies = max(copies, job.num_workers + 1)
@@ -199,13 +204,13 @@ def measure(job: Job) -> dict[str, Any]:
     ):
         pids: set[int] = set()
         for _ in range(10):
-            pids |= {int(batch[0, 0]) for batch in loader}
+            pids |= _read(job, loader, data_nbytes)
             if len(pids) >= job.num_workers:
                 break
         num_more = job.num_epochs - 1 if job.case not in ("dicts", "records") else 1
         first = _pss(pids)
         for _ in range(num_more):
-            pids |= {int(batch[0, 0]) for batch in loader}
+            pids |= _read(job, loader, data_nbytes)
         later = _pss(pids)
     mib = 1 << 20
     return {
@@ -218,13 +223,26 @@ def measure(job: Job) -> dict[str, Any]:
     }
 
 
+def _read(job: Job, loader: Any, data_nbytes: int) -> set[int]:
+    """Read an epoch; returns the workers that have touched everything."""
+    if job.case != "tensors":
+        return {int(batch[0, 0]) for batch in loader}
+    for _ in loader:
+        pass
+    workers = loader.stats().worker_pids if job.contender == "ringloader" else [w.pid for w in loader._iterator._workers]
+    return {pid for pid in workers if _value_of(f"/proc/{pid}/status", "VmRSS:") > data_nbytes}
+
+
+def _value_of(path: str, name: str) -> int:
+    """Bytes, of a file of the kernel's that says them in kB."""
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+    return 0
+
+
 def _pss(pids: set[int]) -> int:
-    total = 0
-    for pid in {os.getpid(), *pids}:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1]) << 10
-    return total
+    return sum(_value_of(f"/proc/{pid}/smaps_rollup", "Pss:") for pid in {os.getpid(), *pids})
 
 
 @contextlib.contextmanager
@@ -240,7 +258,7 @@ def _dataset(job: Job, folder: Path) -> Iterator[tuple[Any, int, int]]:
         import torch
         from torch.utils.data import TensorDataset
 
-        yield TouchesTensors(TensorDataset(torch.from_numpy(rows))), rows.nbytes, 2
+        yield TensorDataset(torch.from_numpy(rows.reshape(-1, _TENSOR_ROW_NBYTES // 4))), rows.nbytes, 2
     elif job.case == "shared":
         from ringloader import SharedArrays
 
@@ -276,10 +294,14 @@ def _records(job: Job) -> tuple[Any, int, int]:
 
 @contextlib.contextmanager
 def _loader(job: Job, dataset: Any) -> Iterator[Any]:
+    read: dict[str, Any] = {"batch_size": 1}
+    if job.case == "tensors":
+        step = _ROW_NBYTES // _TENSOR_ROW_NBYTES
+        read = {"batch_size": 32, "sampler": EachRange(len(dataset), step, 2 * job.num_workers)}
     if job.contender == "ringloader":
         from ringloader import Loader
 
-        with Loader(dataset, batch_size=1, num_workers=job.num_workers) as loader:
+        with Loader(dataset, num_workers=job.num_workers, **read) as loader:
             loader.start()
             yield loader
         return
@@ -288,7 +310,7 @@ def _loader(job: Job, dataset: Any) -> Iterator[Any]:
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": job.contender}
-    yield DataLoader(dataset, batch_size=1, num_workers=job.num_workers, **options)
+    yield DataLoader(dataset, num_workers=job.num_workers, **read, **options)
 
 
 def measure_costs(mib: int) -> dict[str, float]:
@@ -327,7 +349,7 @@ def measure_costs(mib: int) -> dict[str, float]:
     began_s = time.perf_counter()
     for number in range(len(records)):
         records[number]
-    found["records[i], us"] = (time.perf_counter() - began_s) / len(records) * 1e6
+    found["reading one record, us"] = (time.perf_counter() - began_s) / len(records) * 1e6
     return found
 
 

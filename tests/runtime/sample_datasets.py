@@ -135,16 +135,16 @@ class FailsAt(Numbers):
         return self.make(i)
 
 
-class Slow(Numbers):
-    """Some samples take half a second."""
+class Waits(Numbers):
+    """Its first sample is not there before a file is."""
 
-    def __init__(self, size: int, slow: list[int]) -> None:
+    def __init__(self, size: int, gate: str) -> None:
         super().__init__(size)
-        self.slow = slow
+        self.gate = gate
 
     def __getitem__(self, i: int) -> Any:
-        if i in self.slow:
-            time.sleep(0.5)
+        while i == 0 and not os.path.exists(self.gate):
+            time.sleep(0.01)
         return self.make(i)
 
 

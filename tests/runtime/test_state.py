@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -23,7 +24,7 @@ from ringloader._runtime import cuda
 from tests.runtime import determinism_datasets as drawing
 from tests.runtime.conftest import wait_until
 from tests.runtime.fake_cuda import FakeCuda
-from tests.runtime.sample_datasets import FailsAt, Numbers, Slow
+from tests.runtime.sample_datasets import FailsAt, Numbers, Waits
 
 _SIZE = 23
 
@@ -129,12 +130,14 @@ def test_draws_of_a_resumed_epoch_are_those_of_the_whole() -> None:
         assert torch.equal(torch.cat(list(loader)), rest)
 
 
-def test_out_of_order_state_names_what_was_handed_over_beyond() -> None:
+def test_out_of_order_state_names_what_was_handed_over_beyond(tmp_path: Path) -> None:
     """in_order=False: the slow first batch is still missing; it and what else was not handed over come, nothing twice."""
-    with Loader(FactorySpec(Slow, 40, [0]), batch_size=4, num_workers=2, in_order=False) as loader:
+    gate = tmp_path / "gate"
+    with Loader(FactorySpec(Waits, 40, str(gate)), batch_size=4, num_workers=2, in_order=False) as loader:
         iterator = iter(loader)
         seen = order_of([next(iterator) for _ in range(3)])
         state = loader.state_dict()
+        gate.touch()
     assert 0 not in seen
     assert state["position"] == 0
     assert len(state["above"]) == 3
@@ -453,14 +456,16 @@ def test_our_samplers_resume_in_a_later_epoch_in_its_order() -> None:
             iter(loader)
 
 
-def test_states_of_ranks_that_cannot_be_each_others_are_refused() -> None:
+def test_states_of_ranks_that_cannot_be_each_others_are_refused(tmp_path: Path) -> None:
     """Out of order each rank has its own; with a sampler the number of ranks has to be the same."""
     options: dict[str, Any] = {"batch_size": 4, "world_size": 2}
-    with Loader(FactorySpec(Slow, 40, [0]), num_workers=2, in_order=False, rank=0, **options) as loader:
+    gate = tmp_path / "gate"
+    with Loader(FactorySpec(Waits, 40, str(gate)), num_workers=2, in_order=False, rank=0, **options) as loader:
         iterator = iter(loader)
         for _ in range(2):
             next(iterator)
         state = loader.state_dict()
+        gate.touch()
     assert state["above"]
     with (
         Loader(FactorySpec(Numbers, 40), in_order=False, rank=1, **options) as loader,

@@ -8,6 +8,7 @@ length of the call. Must not import torch.
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import sys
 from collections import OrderedDict
@@ -88,11 +89,15 @@ class Writer:
 
     def _write(self, indices: np.ndarray[Any, Any], slot: np.ndarray[Any, Any]) -> None:
         layout, placement, inline = self._plans[len(indices)]
-        out, arrays = wrap_with(plan_of(layout, placement, "written", _make_storage), inline, slot, copy_out=False)
+        plan = plan_of(layout, placement, "written", _make_storage)
+        out, arrays = wrap_with(plan, inline, slot, copy_out=False)
+        if not plan.all_stay:
+            arrays = _arrays_of(out)  # the empty ones, too, which lie in no slot
         if self._marks:
             slot[: placement.nbytes] = MARKER
         self._dataset.write_batch(indices, out)
-        if any(found is not array for found, array in zip(filter(_is_array, leaves_of(out)), arrays, strict=True)):
+        found = _arrays_of(out)
+        if len(found) != len(arrays) or any(map(operator.is_not, found, arrays)):
             raise LayoutError(
                 "write_batch put another array into `out`, which is lost: write into the arrays that are there, as by "
                 "out[...][...] = rows",
@@ -112,8 +117,8 @@ class Writer:
                 )
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray)
+def _arrays_of(out: Any) -> list[Any]:
+    return [leaf for leaf in leaves_of(out) if isinstance(leaf, np.ndarray)]
 
 
 def _make_storage(array: np.ndarray[Any, Any], leaf: LeafPlan) -> Any:

@@ -20,6 +20,7 @@ from ringloader._runtime.options import Options
 from ringloader._runtime.pool import WorkerSettings
 from ringloader._runtime.seeding import draw_key
 from ringloader._runtime.segment import RoomError, Segment
+from ringloader._runtime.torch_datasets import without_torch
 from ringloader._specs import main_module
 from ringloader._specs.handles import MAX_HANDLES, Shareable
 from ringloader._specs.payload import PickledDataset
@@ -94,6 +95,7 @@ def _settings(dataset: Any, options: Options, closing: list[Closing]) -> tuple[d
     needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn, *kinds) if wire)
     settings = {**_plain_settings(options), "collate": collate, "init_fn": init_fn, "retry": retry}
     length = -1
+    dataset = without_torch(dataset, options)
     spec = find_process_spec(dataset)
     if spec is not None:
         settings["spec"] = spec.to_wire()

@@ -1,0 +1,197 @@
+"""Torch's datasets of tensors, which process workers read without torch."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, random_split
+
+from ringloader import Loader, SampleError
+from ringloader._runtime.memory import private_nbytes
+from ringloader._runtime.torch_datasets import without_torch
+
+MIB = 1 << 20
+
+
+def tensors(size: int = 30) -> tuple[torch.Tensor, ...]:
+    """Columns of many kinds: large rows, rows of one number, dtypes that numpy lacks."""
+    numbers = torch.arange(size * 6, dtype=torch.float32).reshape(size, 2, 3)
+    return (
+        numbers,
+        torch.arange(size),
+        numbers.to(torch.bfloat16),
+        numbers[:, 0, 0].to(torch.float8_e4m3fn),
+        torch.arange(size * 4096, dtype=torch.int16).reshape(size, 4096),
+        numbers[:, 0].to(torch.complex64),
+        torch.arange(size) % 3 == 0,
+        torch.zeros(size, 0),
+    )
+
+
+def has_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def same(left: Any, right: Any) -> bool:
+    """Bytes, dtypes, shapes and containers."""
+    if isinstance(left, torch.Tensor):
+        is_alike = left.dtype == right.dtype and left.shape == right.shape
+        as_bytes = [side.contiguous().view(-1).view(torch.uint8) for side in (left, right) if side.numel()]
+        return is_alike and (not as_bytes or torch.equal(*as_bytes))
+    return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+
+
+def halves() -> list[Dataset[Any]]:
+    return list(random_split(TensorDataset(*tensors()), [0.5, 0.5], torch.Generator().manual_seed(3)))
+
+
+READ_WITHOUT: dict[str, Any] = {
+    "tensors": lambda: TensorDataset(*tensors()),
+    "one": lambda: TensorDataset(torch.arange(7)),
+    "split": lambda: halves()[1],
+    "twice": lambda: Subset(halves()[0], [3, 3, -1, 0, 14]),
+    "range": lambda: Subset(TensorDataset(*tensors()), range(4, 25, 2)),
+    "tensor": lambda: Subset(TensorDataset(*tensors()), torch.tensor([5, 2, -3])),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", READ_WITHOUT)
+def test_workers_read_tensors_without_torch(kind: str) -> None:
+    """In order and by keys that count from the end; the same batches as torch's loader gives, and no torch in the workers."""
+    dataset = READ_WITHOUT[kind]()
+    order = [2, -1, 0, 1, -2, 2]
+    with Loader(dataset, batch_size=4, num_workers=1) as loader:
+        assert same(list(loader), list(DataLoader(dataset, batch_size=4)))
+        assert not any(map(has_torch, loader.stats().worker_pids))
+    with Loader(dataset, batch_size=4, sampler=order, num_workers=1, collate_fn=default_collate) as loader:
+        assert same(list(loader), list(DataLoader(dataset, batch_size=4, sampler=order)))
+        assert loader.dataset is dataset
+        assert not any(map(has_torch, loader.stats().worker_pids))
+
+
+class OwnRows(TensorDataset):
+    """Reads in its own way."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.tensors[0][index] * 2
+
+
+def joined(samples: list[Any]) -> Any:
+    assert all(type(leaf) is torch.Tensor for sample in samples for leaf in sample)
+    return default_collate(samples)
+
+
+def look(worker_id: int) -> None:
+    from ringloader import get_worker_info
+
+    info = get_worker_info()
+    assert info is not None
+    assert type(info.dataset) is TensorDataset
+
+
+def marked() -> Any:
+    dataset = TensorDataset(torch.arange(5))
+    dataset.note = "mine"  # type: ignore[attr-defined]
+    return dataset
+
+
+READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
+    "own class": (lambda: OwnRows(torch.arange(5)), {}),
+    "own attribute": (marked, {}),
+    "own collate_fn": (lambda: TensorDataset(torch.arange(5)), {"collate_fn": joined}),
+    "own start": (lambda: TensorDataset(torch.arange(5)), {"worker_init_fn": look}),
+    "no batches": (lambda: TensorDataset(torch.arange(5)), {"batch_size": None}),
+    "expanded": (lambda: TensorDataset(torch.arange(3).expand(5, 3)), {}),
+    "part of own": (lambda: Subset(OwnRows(torch.arange(5)), [0, 3]), {}),
+    "keys": (lambda: Subset(TensorDataset(torch.arange(5)), [True, True]), {}),
+}
+
+
+@pytest.mark.parametrize("kind", READ_WITH)
+def test_other_datasets_are_read_as_they_are(kind: str) -> None:
+    """Where anybody could tell the difference there is none."""
+    make, options = READ_WITH[kind]
+    dataset = make()
+    assert without_torch(dataset, Loader(dataset, num_workers=1, **options)._options) is dataset
+
+
+def test_function_that_collates_gets_tensors() -> None:
+    """It sees what torch's dataset gives."""
+    dataset = TensorDataset(*tensors(4))
+    with Loader(dataset, batch_size=2, num_workers=1, collate_fn=joined, worker_init_fn=look) as loader:
+        assert same(list(loader), list(DataLoader(dataset, batch_size=2)))
+        assert all(map(has_torch, loader.stats().worker_pids))
+
+
+class Keys:
+    """A sampler of keys that only torch's indexing takes."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (slice(0, 3), [1, 4, 2], slice(6, 9))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_keys_that_only_torch_takes() -> None:
+    """A slice or a list as the key of one sample."""
+    dataset = READ_WITHOUT["tensors"]()
+    with Loader(dataset, batch_size=3, sampler=Keys(), num_workers=1) as loader:
+        assert same(list(loader), list(DataLoader(dataset, batch_size=3, sampler=Keys())))
+
+
+@pytest.mark.parametrize("kind", READ_WITHOUT)
+def test_samples_are_the_same_one_by_one(kind: str) -> None:
+    """As they are read where each has a seed of its own; in the worker, so after a pickle."""
+    dataset = READ_WITHOUT[kind]()
+    found = without_torch(dataset, Loader(dataset, num_workers=1)._options)
+    assert found is not dataset
+    assert len(found) == len(dataset)
+    rebuilt = pickle.loads(pickle.dumps(found))
+    for index in [*range(len(dataset)), -1]:
+        assert same(found[index], dataset[index])
+        assert same(rebuilt[index], dataset[index])
+    with pytest.raises(IndexError):
+        found[len(dataset)]
+
+
+def test_samples_that_are_not_there() -> None:
+    """An index beyond the rows is the sample's fault, in all three places it can be read from; the epoch goes on."""
+    for dataset in (TensorDataset(torch.arange(9)), Subset(TensorDataset(torch.arange(99)), range(9))):
+        for num_workers in (0, 1):
+            with Loader(dataset, batch_size=2, sampler=[0, 9, 3, 4], num_workers=num_workers) as loader:
+                iterator = iter(loader)
+                with pytest.raises(SampleError, match="IndexError") as caught:
+                    next(iterator)
+                assert caught.value.facts["index"] == 9
+                assert next(iterator)[0].tolist() == [3, 4]
+
+
+def test_state_fits_workers_of_every_kind() -> None:
+    """What one process saved with workers goes on inline, and the other way round."""
+    dataset = TensorDataset(*tensors())
+    whole = [batch[1].tolist() for batch in Loader(dataset, batch_size=4, shuffle=True)]
+    for first, second in ((1, 0), (0, 1)):
+        with Loader(dataset, batch_size=4, shuffle=True, num_workers=first) as loader:
+            iterator = iter(loader)
+            head = [next(iterator)[1].tolist() for _ in range(3)]
+            state = json.loads(json.dumps(loader.state_dict()))
+        with Loader(dataset, batch_size=4, shuffle=True, num_workers=second) as loader:
+            loader.load_state_dict(state)
+            assert head + [batch[1].tolist() for batch in loader] == whole
+
+
+def test_rows_and_places_are_there_once() -> None:
+    """Workers share the tensors and the places of a subset: private memory is that of a worker of numpy."""
+    rows = torch.ones(64 * MIB // 4096, 1024)
+    dataset = Subset(TensorDataset(rows), (np.arange(4_000_000) % len(rows)).tolist())
+    with Loader(dataset, batch_size=512, sampler=range(0, 4_000_000, 250), num_workers=2) as loader:
+        assert sum(int(batch[0][:, 0].sum()) for batch in loader) == 16_000
+        assert max(map(private_nbytes, loader.stats().worker_pids)) < 24 * MIB
