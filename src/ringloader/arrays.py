@@ -46,6 +46,8 @@ class ArrayDataset(Dataset):
     Raises ConfigError for arrays of unequal length, of no dimension, or of a dtype that no tensor has.
     """
 
+    draws_nothing = True
+
     def __init__(self, *arrays: Any) -> None:
         self._shared = arrays[0] if len(arrays) == 1 and isinstance(arrays[0], Shareable) else None
         named = _open_arrays(arrays)
@@ -120,6 +122,8 @@ class TokenWindows(Dataset):
     Raises ConfigError for tokens that are no such sequence or too few for one window.
     """
 
+    draws_nothing = True
+
     def __init__(self, tokens: Any, length: int, stride: int = 1, dtype: Any = None) -> None:
         for name, value in (("length", length), ("stride", stride)):
             if type(value) is not int or value < 1:
@@ -154,22 +158,21 @@ class TokenWindows(Dataset):
     def write_batch(self, indices: Array, out: Any) -> None:
         """Write the windows `indices`, int64, into the two arrays of `out`."""
         starts = _all_within(indices, self._length) * self._stride
-        # One window is one element of many bytes: numpy gathers those in a loop of C, into memory of its own. A few at a time,
-        # or that memory would be in no cache when it is read again.
-        windows = self._windows()
+        # A window and its target are one element of many bytes: numpy gathers those in a loop of C, into memory of its own. A
+        # few at a time, or that memory would be in no cache when it is read again.
+        windows, (inputs, targets) = self._windows(), out
         step = max(1, _GATHER_NBYTES // windows.itemsize)
-        targets = [target.view(windows.dtype)[:, 0] for target in out]
         for first in range(0, len(starts), step):
-            places = starts[first : first + step]
-            for ahead, target in enumerate(targets):
-                target[first : first + step] = windows[places + ahead]
+            rows = windows[starts[first : first + step]].view(inputs.dtype).reshape(-1, self._window + 1)
+            inputs[first : first + step] = rows[:, :-1]
+            targets[first : first + step] = rows[:, 1:]
 
     def _windows(self) -> Array:
-        """Every window that is as long as `length`, as elements that overlap."""
+        """Every window with the token behind it, as elements that overlap."""
         tokens = self._column.array
         if self._overlapping is None:
-            step, dtype = tokens.itemsize, np.dtype(("V", self._window * tokens.itemsize))
-            shape = (len(tokens) - self._window + 1,)
+            step, dtype = tokens.itemsize, np.dtype(("V", (self._window + 1) * tokens.itemsize))
+            shape = (len(tokens) - self._window,)
             self._overlapping = np.ndarray(shape, dtype, np.ascontiguousarray(tokens), 0, (step,))
         return self._overlapping
 
@@ -222,7 +225,7 @@ class _Column:
             out[...] = array[first : first + len(places)]
         elif self._is_joined and self._row_nbytes < _LARGE_ROW_NBYTES:
             # Of an array that is not contiguous take() would copy all of it first. The places are checked: clip costs no check.
-            np.take(array, places, axis=0, out=out, mode="clip")
+            array.take(places, 0, out, "clip")
         else:
             for row, place in enumerate(places.tolist()):
                 out[row] = array[place]
@@ -250,10 +253,13 @@ def _within(index: int, length: int) -> int:
 
 def _all_within(indices: Array, length: int) -> Array:
     """Return the indices with those that count from the end as others. Raises IndexError."""
-    lowest, highest = int(indices.min()), int(indices.max())
-    for index in (lowest, highest):
+    # As unsigned numbers those below 0 are the largest: one look tells of both ends.
+    indices = np.asarray(indices, np.int64)
+    if len(indices) and int(np.maximum.reduce(indices.view(np.uint64))) < length:
+        return indices
+    for index in (int(indices.min()), int(indices.max())):
         _within(index, length)
-    return np.where(indices < 0, indices + length, indices) if lowest < 0 else indices
+    return np.where(indices < 0, indices + length, indices)
 
 
 def _open_arrays(given: tuple[Any, ...]) -> dict[str, Any] | list[Any]:

@@ -427,3 +427,25 @@ def test_dataset_of_functions_refuses_others(options: Any, match: str) -> None:
     """By option and value."""
     with pytest.raises(ConfigError, match=match):
         dataset(**options)
+
+
+def test_class_that_draws_in_write_batch_draws_the_same_with_any_number_of_workers() -> None:
+    """Our own classes draw nothing, and are not seeded for; one derived from them may, and is."""
+    found = []
+    for num_workers in (1, 2):
+        with Loader(writing.Jitters(np.zeros((40, 2))), batch_size=4, num_workers=num_workers) as loader:
+            found.append([batch[0].tolist() for _ in range(2) for batch in loader])
+    assert found[0] == found[1]
+    assert len({str(batch) for batch in found[0]}) == 20
+
+
+def test_write_batch_by_hand_takes_indices_of_any_integer_type() -> None:
+    """Also such that count from the end; one beyond is refused."""
+    held = ArrayDataset(np.arange(10.0))
+    for dtype in (np.int64, np.int32, np.int8):
+        out = [np.empty(3)]
+        held.write_batch(np.array([9, -10, -1], dtype), out)
+        assert out[0].tolist() == [9.0, 0.0, 9.0]
+    for wrong in (10, -11):
+        with pytest.raises(IndexError, match=str(wrong)):
+            held.write_batch(np.array([0, wrong]), [np.empty(2)])

@@ -153,3 +153,11 @@ class Grows(One):
 
 def square(i: int) -> int:
     return i * i
+
+
+class Jitters(ArrayDataset):
+    """Adds a number to the rows that it draws for each batch."""
+
+    def write_batch(self, indices: Any, out: Any) -> None:
+        super().write_batch(indices, out)
+        out[0][...] += np.random.random()  # noqa: NPY002  # the global generator is what is tested

@@ -371,5 +371,5 @@ def signature_of(outcomes: list[Outcome]) -> tuple[int, ...] | None:
 
 
 def _is_large(value: Any) -> bool:
-    nbytes = row_nbytes(value)
+    nbytes = value.nbytes if type(value) is np.ndarray else row_nbytes(value)
     return nbytes > 0 and nbytes >= DIRECT_NBYTES

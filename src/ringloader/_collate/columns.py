@@ -68,7 +68,7 @@ class ArrayRows:
     __slots__ = ("_cast", "_rows", "leaf", "shape")
 
     def __init__(self, rows: Sequence[np.ndarray], dtype: str, cast: bool) -> None:
-        self._rows = list(rows)
+        self._rows = rows
         self._cast = cast
         self.shape = (len(rows), *rows[0].shape)
         self.leaf = leaf_type("tensor", dtype, len(self.shape))
@@ -83,8 +83,8 @@ class ArrayRows:
         # Rows of one length that can be joined along their first dimension have one shape. A row loop takes three times longer.
         if set(map(len, rows)) != {shape[1]}:
             raise ValueError("rows differ in length")
-        out = np.ndarray((shape[0] * shape[1], *shape[2:]), dtype, slot, offset)
-        np.concatenate(rows, out=out, casting=casting)
+        joined = (shape[0] * shape[1], *shape[2:])
+        np.concatenate(rows, 0, np.ndarray(joined, dtype, slot, offset), dtype=None, casting=casting)
 
     def check(self) -> None:
         if {row.shape for row in self._rows} != {self.shape[1:]}:

@@ -26,7 +26,9 @@ from ringloader._specs.references import MAIN_ALIAS, reference_to, resolve
 
 
 class Rule(Enum):
-    """How values of a type are collated."""
+    """How values of a type are collated. Looked up by identity: Enum's own hash is a Python call, and there is one per leaf."""
+
+    __hash__ = object.__hash__
 
     ARRAY = "array"
     TENSOR = "tensor"

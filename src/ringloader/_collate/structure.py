@@ -46,7 +46,7 @@ class Leaf:
 class Branch:
     """A container of the sample: its form and a structure for each of its children."""
 
-    __slots__ = ("children", "form", "getters", "path", "rule")
+    __slots__ = ("children", "form", "getters", "key_types", "path", "rule")
 
     def __init__(self, path: str, rule: Rule, form: Form, children: tuple[Leaf | Branch, ...]) -> None:
         self.path = path
@@ -55,6 +55,7 @@ class Branch:
         self.children = children
         make: Callable[[Any], Callable[[Any], Any]] = attrgetter if rule is Rule.FIELDS else itemgetter
         self.getters = tuple(make(key) for key in form.keys)
+        self.key_types = list(map(type, form.keys))
 
 
 class Structure:
@@ -140,18 +141,19 @@ def describe(kind: type) -> str:
 
 
 def _matches(part: Leaf | Branch, value: Any) -> bool:
-    if isinstance(part, Leaf):
+    if type(part) is Leaf:
         rule = rule_of(type(value))
         return rule not in CONTAINERS and rule is not Rule.UNKNOWN
+    assert isinstance(part, Branch)
     form = part.form
     kind: type = type(value)
     if kind is not form.type:
         return False
     if part.rule is Rule.MAPPING:
         keys = tuple(value)
-        if keys != form.keys or list(map(type, keys)) != list(map(type, form.keys)):
+        if keys != form.keys or list(map(type, keys)) != part.key_types:
             return False
-        return all(_matches(child, value[key]) for child, key in zip(part.children, keys, strict=True))
+        return all(map(_matches, part.children, contents(value, part.rule, form)))
     if part.rule is Rule.FIELDS:
         form = form_of(value, part.rule, collating=True)
         return form.keys == part.form.keys and all(map(_matches, part.children, contents(value, part.rule, form)))
@@ -167,7 +169,11 @@ def _take_columns(part: Leaf | Branch, samples: Sequence[Any], columns: list[Seq
             _check_type(part, sample, row, keys)
     if part.rule in (Rule.MAPPING, Rule.FIELDS):
         for position, child in enumerate(part.children):
-            _take_columns(child, _column(part, position, samples, keys), columns, keys)
+            held = _column(part, position, samples, keys)
+            if type(child) is Leaf:
+                columns.append(held)
+            else:
+                _take_columns(child, held, columns, keys)
         return
     if set(map(len, samples)) != {len(part.children)}:
         for row, sample in enumerate(samples):
@@ -227,12 +233,16 @@ def _flatten(part: Leaf | Branch, value: Any, flat: list[Any], row: int, keys: K
         _check_type(part, value, row, keys)
     if part.rule in (Rule.MAPPING, Rule.FIELDS):
         for position, child in enumerate(part.children):
-            _flatten(child, _get(part, position, value, row, keys), flat, row, keys)
+            inner = _get(part, position, value, row, keys)
+            if type(child) is Leaf:
+                flat.append(inner)
+            else:
+                _flatten(child, inner, flat, row, keys)
         return
     if len(value) != len(part.children):
         _check_length(part, value, row, keys)
-    for child, inner in zip(part.children, value, strict=True):
-        _flatten(child, inner, flat, row, keys)
+    for child, element in zip(part.children, value, strict=True):
+        _flatten(child, element, flat, row, keys)
 
 
 def _node(part: Leaf | Branch, parts: Iterator[tuple[Node, list[Any]]], values: list[Any]) -> Node:

@@ -43,7 +43,7 @@ def wrap(
     Returns the batch and those of its leaves that lie in `root`. Each has a storage of its own size. With `copy_out`, small
     leaves beside a far larger one get memory of their own, made by `copy` if that is given.
     """
-    plan = plan_of(layout, placement, "torch", _make_tensor)
+    plan = plan_of(layout, placement, "torch", _make_tensor, torch.from_numpy)
     if copy is None:
         return wrap_with(plan, inline, root, copy_out)
     return wrap_with(plan, inline, root, copy_out, lambda array, leaf: _copied(array, leaf, copy))
@@ -53,8 +53,8 @@ def wrap_copied(
     layout: Layout, placement: Placement, inline: bytes, root: np.ndarray, copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Any, list[Any]]:
     """Rebuild a batch of what `copy` makes of each tensor over `root`; no leaf lies in `root`, and arrays are copied here."""
-    plan = plan_of(layout, placement, "torch", _make_tensor)
-    plan = dataclasses.replace(plan, make=lambda array, leaf: _copied(array, leaf, copy))
+    plan = plan_of(layout, placement, "torch", _make_tensor, torch.from_numpy)
+    plan = dataclasses.replace(plan, make=lambda array, leaf: _copied(array, leaf, copy), direct=None)
     return wrap_with(plan, inline, root, copy_out=False)[0], []
 
 

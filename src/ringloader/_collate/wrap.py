@@ -42,10 +42,13 @@ Make = Callable[[np.ndarray, LeafPlan], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """How to wrap a batch of one layout and one set of shapes."""
+    """How to wrap a batch of one layout and one set of shapes. `direct` makes a leaf of an array alone, where that is enough;
+    `spans` are shape, dtype and offset of each leaf."""
 
     leaves: tuple[LeafPlan, ...]
+    spans: tuple[tuple[tuple[int, ...], np.dtype, int], ...]
     make: Make
+    direct: Callable[[np.ndarray], Any] | None
     build: Build
     all_stay: bool
     any_small: bool
@@ -66,15 +69,17 @@ def _make_array(array: np.ndarray, leaf: LeafPlan) -> Any:
     return array
 
 
-def plan_of(layout: Layout, placement: Placement, output: str, make: Make) -> Plan:
-    """Return the plan for this output, derived once per placement."""
+def plan_of(
+    layout: Layout, placement: Placement, output: str, make: Make, direct: Callable[[np.ndarray], Any] | None = None
+) -> Plan:
+    """Return the plan for this output, derived once per placement. `direct` does as `make` where numpy has the dtypes."""
     plan: Plan | None = placement.plans.get(output)
     if plan is None:
-        plan = placement.plans[output] = _derive(layout, placement, make)
+        plan = placement.plans[output] = _derive(layout, placement, make, direct)
     return plan
 
 
-def _derive(layout: Layout, placement: Placement, make: Make) -> Plan:
+def _derive(layout: Layout, placement: Placement, make: Make, direct: Callable[[np.ndarray], Any] | None) -> Plan:
     build = layout.plans.get("build")
     if build is None:
         build = layout.plans["build"] = _builder(layout.tree)
@@ -92,7 +97,10 @@ def _derive(layout: Layout, placement: Placement, make: Make) -> Plan:
         for leaf, shape, offset, size in zip(layout.leaves, placement.shapes, placement.offsets, placement.sizes, strict=True)
     )
     any_empty, any_small = any(leaf.is_empty for leaf in leaves), any(leaf.is_small for leaf in leaves)
-    return Plan(leaves, make, build, not any_empty, any_small)
+    spans = tuple([(leaf.shape, leaf.dtype, leaf.offset) for leaf in leaves])
+    if any(leaf.kind == "array" or leaf.viewed_as is not None for leaf in leaves):
+        direct = None
+    return Plan(leaves, spans, make, direct, build, not any_empty, any_small)
 
 
 def wrap_with(
@@ -100,11 +108,14 @@ def wrap_with(
 ) -> tuple[Any, list[Any]]:
     """Make the leaves and the tree around them; `make_copy`, if given, makes the small ones that are copied out."""
     decoded = values.decode(inline) if inline else ()
-    make, ndarray = plan.make, np.ndarray
-    make_copy = make_copy or _make_copy(make)
+    make, direct, ndarray = plan.make, plan.direct, np.ndarray
     if plan.all_stay and not (copy_out and plan.any_small):
-        kept = [make(ndarray(leaf.shape, leaf.dtype, root, leaf.offset), leaf) for leaf in plan.leaves]
+        if direct is not None:
+            kept = [direct(ndarray(shape, dtype, root, offset)) for shape, dtype, offset in plan.spans]
+        else:
+            kept = [make(ndarray(leaf.shape, leaf.dtype, root, leaf.offset), leaf) for leaf in plan.leaves]
         return plan.build(kept, decoded), kept
+    make_copy = make_copy or _make_copy(make)
     leaves, kept = [], []
     for leaf in plan.leaves:
         if leaf.is_empty:
@@ -129,6 +140,8 @@ def _builder(node: Node) -> Build:
     if node.kind is Kind.VALUE:
         return lambda leaves, inline: inline[index]
     parts = _parts_builder(node)
+    if node.kind is Kind.LIST:
+        return parts
     assemble = _assembler(node)
     if node.kind in (Kind.MAPPING_LIKE, Kind.SEQUENCE_LIKE):
         return lambda leaves, inline: assemble(load_prototype(inline[index]), parts(leaves, inline))

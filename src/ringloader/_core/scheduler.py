@@ -113,12 +113,15 @@ class Scheduler:
 
     def handle(self, event: ev.Event, now_s: float) -> None:
         """Take one fact of the operating system."""
-        if isinstance(event, ev.WorkerExited):
+        take = self._on_fact.get(type(event))
+        if take is not None:
+            take(event)
+        elif isinstance(event, ev.WorkerExited):
             self.supervision.exited(event, now_s)
         elif isinstance(event, ev.WorkerBroken):
             self.supervision.broken(event, now_s)
         else:
-            self._on_fact[type(event)](event)
+            raise InternalError(f"{type(event).__name__} is no fact")
 
     def receive(self, worker_id: int, incarnation: int, message: msg.FromWorker, now_s: float) -> None:
         """Take one message of a worker; one of an incarnation that is gone changes nothing."""
@@ -127,12 +130,12 @@ class Scheduler:
             self.num_stale += 1
             return
         kind = type(message)
-        if kind is msg.Ready:
+        if kind in self._answers:
+            self._on_answer(worker, message)
+        elif kind is msg.Ready:
             self.supervision.ready(worker, message, now_s)  # type: ignore[arg-type]
         elif kind is msg.StartFailed:
             self.supervision.start_failed(worker, message)  # type: ignore[arg-type]
-        elif kind in self._answers:
-            self._on_answer(worker, message)
         elif kind is msg.Called:
             self.supervision.calls.answered(worker, message)  # type: ignore[arg-type]
         elif kind is msg.StreamState:

@@ -145,20 +145,8 @@ class Delivery:
         if definition is None:
             return None
         known.move_to_end(filled.layout_id)
-        return msg.Filled(
-            filled.serial,
-            filled.generation,
-            filled.layout_id,
-            definition,
-            filled.shapes,
-            filled.inline,
-            filled.nbytes,
-            filled.copied_nbytes,
-            filled.num_samples,
-            filled.fetch_ns,
-            filled.collate_ns,
-            filled.num_retried,
-        )
+        filled.layout = definition  # type: ignore[misc]  # fresh from the wire, and nobody else's yet
+        return filled
 
     def forget(self, worker_id: int, incarnation: int) -> None:
         """An incarnation has ended."""

@@ -143,7 +143,8 @@ class Engine:
         Raises StopIteration at the end, or the error that takes a batch's place. Batches handed in twice change nothing.
         """
         self.check_usable()
-        lifetime.sweep()
+        if lifetime.LINGERING:
+            lifetime.sweep()
 
         def ask() -> Any:
             self._submit(session, batches, ended=ended)
@@ -220,7 +221,8 @@ class Engine:
         ready: Ready | None = None
         began_s = quiet_s = time.monotonic()
         while True:
-            self._settle_ring()
+            if self.ring.pins.is_on or self.ring.retired:
+                self._settle_ring()
             got = self.pump.step(ready, ask)
             if got:
                 if session is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringloader._collate.collate import Batch, Collated, Collator
-from ringloader._collate.written import Writer, offers
+from ringloader._collate.written import Writer, draws_nothing, offers
 from ringloader._core import messages as msg
 from ringloader._core import values
 from ringloader._core.events import Keys
@@ -113,6 +113,7 @@ class Filler:
         # torch looks for the method and for its truth, so that a wrapper can switch it off with None.
         self._getitems = None if self._seed_samples else getattr(dataset, "__getitems__", None)
         self._writer = Writer(dataset, collator) if collator.is_plain and not self._seed_samples and offers(dataset) else None
+        self._writer_draws = not draws_nothing(dataset)
 
     def fill(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
         """Carry out one Fill into `slot` (1-D uint8, None: no room yet) and return the answer."""
@@ -166,11 +167,13 @@ class Filler:
         self._set_epoch(fill.epoch)
         if fill.cuts:
             self._probe(fill)
-        self._seed(fill)
+        is_written = self._writer is not None and fill.int_keys
+        if self._writer_draws or not is_written:
+            self._seed(fill)
         self._page.stage(status.FETCHING)
         self._doing = "sample"
-        if self._writer is not None and fill.int_keys:
-            return self._write(fill, self._writer, slot, began_ns)
+        if is_written:
+            return self._write(fill, self._writer, slot, began_ns)  # type: ignore[arg-type]
         keys = unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))
         batch = self._collator.begin(len(keys), keys, slot)
         getitems = self._getitems

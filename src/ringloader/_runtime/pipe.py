@@ -19,6 +19,8 @@ from ringloader.errors import ProtocolError
 # A buffer of this size comes from the allocator's free memory; from 128 KiB on it is mapped anew each time, which costs 15 us.
 _CHUNK_NBYTES = 1 << 16
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(256 * 4)
+# As numbers: or-ing members of an enum takes longer than the system call does.
+_CLOEXEC, _DONTWAIT, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_DONTWAIT), int(socket.MSG_CTRUNC)
 
 
 class Closed(Exception):
@@ -42,9 +44,7 @@ class _Reader:
         """
         # CMSG_CLOEXEC: a child started by the user's code must not inherit a segment.
         try:
-            chunk, ancillary, message_flags, _ = self._sock.recvmsg(
-                _CHUNK_NBYTES, _ANCILLARY_NBYTES, flags | socket.MSG_CMSG_CLOEXEC
-            )
+            chunk, ancillary, message_flags, _ = self._sock.recvmsg(_CHUNK_NBYTES, _ANCILLARY_NBYTES, flags | _CLOEXEC)
         except ConnectionResetError:
             raise Closed from None  # it left without reading what was sent
         for level, kind, data in ancillary:
@@ -52,12 +52,12 @@ class _Reader:
                 fds = array.array("i")
                 fds.frombytes(data[: len(data) // fds.itemsize * fds.itemsize])
                 self._descriptors.extend(fds)
-        if message_flags & socket.MSG_CTRUNC:
+        if message_flags & _TRUNCATED:
             raise ProtocolError("descriptors were lost on the way: the limit on open files (ulimit -n) is too low")
         if not chunk:
             raise Closed
         self.may_have_more = len(chunk) == _CHUNK_NBYTES or bool(ancillary)
-        return [(message, self._take(count)) for message, count in self._decoder.feed(chunk)]
+        return [(message, self._take(count) if count else []) for message, count in self._decoder.feed(chunk)]
 
     def _take(self, count: int) -> list[int]:
         if count > len(self._descriptors):
@@ -82,7 +82,7 @@ class BlockingPipe:
         found: list[tuple[Message, list[int]]] = []
         while True:
             try:
-                found += self._reader.read(0 if wait and not found else socket.MSG_DONTWAIT)
+                found += self._reader.read(0 if wait and not found else _DONTWAIT)
             except BlockingIOError:
                 return found
             if not self._reader.may_have_more and (found or not wait):
@@ -115,14 +115,14 @@ class NonBlockingPipe:
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         """Send or queue one message. Descriptors are duplicated while they wait. Raises ProtocolError for one too large."""
-        frame = memoryview(protocol.encode(message, len(fds) if fds else 0))
+        frame = protocol.encode(message, len(fds) if fds else 0)
         if self._unsent:
-            self._unsent.append((frame, [os.dup(fd) for fd in fds or ()]))
+            self._unsent.append((memoryview(frame), [os.dup(fd) for fd in fds or ()]))
             return
-        sent = self._send_some(frame, fds or [])
+        sent = self._send_some(frame, fds)
         if sent < len(frame):
             rest = [os.dup(fd) for fd in fds or ()] if sent == 0 else []
-            self._unsent.append((frame[sent:], rest))
+            self._unsent.append((memoryview(frame)[sent:], rest))
 
     def flush(self) -> None:
         """Send what the socket takes now."""
@@ -153,7 +153,7 @@ class NonBlockingPipe:
             if not drain and not self._reader.may_have_more:
                 return found
 
-    def _send_some(self, frame: memoryview, fds: list[int]) -> int:
+    def _send_some(self, frame: bytes | memoryview, fds: list[int] | None) -> int:
         try:
             if fds:
                 rights = array.array("i", fds)

@@ -152,7 +152,7 @@ class Pump:
 
     def step(self, ready: Ready | None, ask: Callable[[], Any] | None = None) -> Any:
         """Take in facts, decide, send; all under the lock. Returns what `ask` gives. `ready` None: look for facts here."""
-        if self.is_mine():
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # `is_mine`, without the call
             raise LoaderError(
                 "the loader was used from inside itself: by a signal handler or a finalizer that ran in its `next`"
             )
@@ -206,7 +206,8 @@ class Pump:
         if self.ring.fences.is_waiting and threading.current_thread() is not self.thread:
             for key in self.ring.fences.advance():
                 scheduler.handle(ev.SlotCompleted(*key), now_s)
-                self._mark_free(key)
+                if self.ring.marks_free:
+                    self._mark_free(key)
                 self._has_news = True
         while self.abandoned:
             self.drop_session(self.abandoned[0].session_id)
@@ -248,7 +249,8 @@ class Pump:
             if is_pending:
                 ring.fences.add(lease)
             self.scheduler.handle(ev.SlotReleased(*lease.key, is_pending), time.monotonic())
-            self._mark_free(lease.key)
+            if ring.marks_free:
+                self._mark_free(lease.key)
             ring.forget(lease)
 
     def _mark_free(self, key: tuple[int, int]) -> None:

@@ -70,7 +70,7 @@ class Ring:
         self.leases: dict[Key, Lease] = {}
         self.retired: dict[int, Segment] = {}
         self._num_slots: dict[int, int] = {}
-        self._debug = os.environ.get("RINGLOADER_DEBUG") == "1"
+        self.marks_free = os.environ.get("RINGLOADER_DEBUG") == "1"  # reading a batch after its release is made visible
         self._next_segment_id = 0
 
     @property
@@ -202,8 +202,8 @@ class Ring:
         self.ended.popleft()
 
     def mark_free(self, slot: Slot) -> None:
-        """In debug mode, make reading a batch after its release visible."""
-        if self._debug and slot.segment_id in self.segments:
+        """Where `marks_free`: fill a slot that has become free with a marker."""
+        if slot.segment_id in self.segments:
             np.frombuffer(self.segments[slot.segment_id].mapping, np.uint8, slot.capacity, slot.offset)[:] = MARKER
 
     def alive(self) -> set[Key]:

@@ -72,7 +72,7 @@ class Segment:
     @property
     def mapping(self) -> mmap.mmap:
         """The whole segment, shared and writable. It is unmapped when its last view is gone, not before."""
-        return self.map()
+        return self._mapping if self._mapping is not None else self.map()
 
     def map(self) -> mmap.mmap:
         """Map the segment if it is not mapped yet. Raises RoomError, and gives the memory back."""

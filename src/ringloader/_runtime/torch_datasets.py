@@ -71,6 +71,7 @@ def _places(indices: Any) -> Array | None:
 class TensorRows(ArrayDataset):
     """The rows of tensors: samples are tuples of tensors, as `TensorDataset` gives them, and batches are written by numpy."""
 
+    draws_nothing = True
     # Torch's class has none, and a state that was saved by inline workers must fit.
     fingerprint = None  # type: ignore[assignment]
 
@@ -94,6 +95,8 @@ class TensorRows(ArrayDataset):
 
 class SubsetRows:
     """Some rows of such a dataset, as torch's `Subset` picks them. places: int64."""
+
+    draws_nothing = True
 
     def __init__(self, whole: TensorRows | SubsetRows, places: Array) -> None:
         self._whole = whole
