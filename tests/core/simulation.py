@@ -207,7 +207,7 @@ class Simulation:
     def do_send_fill(self, command: ev.SendFill) -> None:
         worker = self.workers.get((command.worker_id, command.incarnation))
         if worker is not None and worker.answering:
-            assert len(worker.queue) + (worker.running is not None) <= self.policy.prefetch_factor + 8
+            assert len(worker.queue) + (worker.running is not None) <= self.policy.num_in_flight + 8
             self.check_readers(worker, command.fill)
             worker.queue.append(command.fill)
             self.next_fill(worker)
@@ -352,7 +352,8 @@ class Simulation:
         else:
             if nbytes:
                 self.write(fill, ("batch", fill.session_id, fill.batch_id))
-            answer = msg.Filled(fill.serial, fill.generation, 0, b"", b"", b"", nbytes, nbytes, 1, 10, 10, 0)
+            fetch_ns = self.rng.choice((10, 20_000, 10**9))  # some sessions are quick, for a while
+            answer = msg.Filled(fill.serial, fill.generation, 0, b"", b"", b"", nbytes, nbytes, 1, fetch_ns, 10, 0)
         self.say(worker, answer)
         if worker.answering and self.rng.random() < self.death_rate * 0.2:
             self.die(worker)  # right after its answer

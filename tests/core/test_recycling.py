@@ -4,35 +4,10 @@ from __future__ import annotations
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
-from ringloader._core.policy import FaultPolicy, PoolPolicy
-from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Session, pack_keys
 from ringloader._core.streams import Streams, stream_keys
 from ringloader._core.workers import STOP_S, WorkerState
-
-
-def scheduler(num_workers: int = 1, **faults: object) -> Scheduler:
-    core = Scheduler(PoolPolicy(num_workers, 2, None, FaultPolicy(stall_s=None, **faults)))  # type: ignore[arg-type]
-    core.start(0.0)
-    for worker in core.workers.all:
-        core.receive(worker.worker_id, worker.incarnation, msg.Ready(1, {"length": 100}), 0.0)
-    core.outbox.clear()
-    return core
-
-
-def sent(core: Scheduler) -> list[ev.Command]:
-    core.dispatch(1.0)
-    commands = list(core.outbox)
-    core.outbox.clear()
-    return commands
-
-
-def filled(fill: msg.Fill) -> msg.Filled:
-    return msg.Filled(fill.serial, fill.generation, 0, b"", b"", b"", 0, 0, 1, 1, 1, 0)
-
-
-def fills(commands: list[ev.Command]) -> list[ev.SendFill]:
-    return [command for command in commands if isinstance(command, ev.SendFill)]
+from tests.core.deciding import filled, fills, scheduler, sent
 
 
 def test_one_worker_changes_at_a_time() -> None:

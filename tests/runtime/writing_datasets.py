@@ -160,4 +160,4 @@ class Jitters(ArrayDataset):
 
     def write_batch(self, indices: Any, out: Any) -> None:
         super().write_batch(indices, out)
-        out[0][...] += np.random.random()  # noqa: NPY002  # the global generator is what is tested
+        out[0][...] += np.random.random()  # the global generator is what is tested

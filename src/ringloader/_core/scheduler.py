@@ -30,6 +30,9 @@ from ringloader._core.supervision import Observe, Supervision
 from ringloader._core.workers import LOOK_S, Worker, WorkerState
 from ringloader.errors import InternalError
 
+# What it takes to wake a worker, and to have it share a core with others.
+_WAKE_NS = 100_000
+
 
 class Scheduler:
     """Decides which batch goes to which worker and slot, and what follows from every fault."""
@@ -266,7 +269,7 @@ class Scheduler:
         if session.streams is not None:
             session.streams.made(batch.stream, batch.number)
         self.slots.learn(message.nbytes)
-        session.busy_ns += message.fetch_ns + message.collate_ns
+        session.took(message.fetch_ns + message.collate_ns)
         self.num_retried += message.num_retried
         session.ready(batch, message)
 
@@ -351,7 +354,7 @@ class Scheduler:
             session.starved = False
             return False
         if session.streams is None:
-            worker = self._worker_for(batch)
+            worker = self._worker_for(session, batch)
         else:
             batch, worker = self._stream_worker(session)
         if worker is None:
@@ -392,13 +395,20 @@ class Scheduler:
                 return True
         return False
 
-    def _worker_for(self, batch: Batch) -> Worker | None:
+    def _worker_for(self, session: Session, batch: Batch) -> Worker | None:
         if batch.sticky_worker >= 0:
             # It keeps the samples. The Fill goes to it even when its queue is full: it costs no fetching.
-            worker = self.workers.all[batch.sticky_worker]
-            if worker.state is WorkerState.RUNNING:
-                return worker
+            keeper = self.workers.all[batch.sticky_worker]
+            if keeper.state is WorkerState.RUNNING:
+                return keeper
             batch.sticky_worker = -1
+        if session.in_order and 0 < session.usual_ns < _WAKE_NS:
+            # A worker that will be done with all it was given before another one could be woken is given more, beyond its
+            # share, too: else more processes would share the cores than there is work for.
+            max_fills = min(_WAKE_NS // session.usual_ns, self.policy.num_in_flight - 1)
+            worker = self.workers.awake(session.session_id, max_fills)
+            if worker is not None:
+                return worker
         return self.workers.least_loaded()
 
     def _stream_worker(self, session: Session) -> tuple[Batch, Worker | None]:

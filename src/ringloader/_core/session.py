@@ -122,6 +122,7 @@ class Session:
         self.has_collected = False  # garbage was collected for want of a slot
         self.starved = False  # the oldest missing batch cannot get a slot before the user lets one go
         self.busy_ns = 0
+        self.usual_ns = 0  # what a batch takes a worker, the last few weighing most; 0: not known yet
         self.skipped = BadSamples()
         self._sizes: deque[int] = deque(maxlen=_RECENT_BATCHES)
         self._waiting: list[int] = []
@@ -199,6 +200,11 @@ class Session:
             # The largest but one: a single outlier must not have every later batch ask for a slot of its size.
             self.slot_nbytes = sorted(sizes)[-2:][0]
         self._completed(batch)
+
+    def took(self, took_ns: int) -> None:
+        """A worker has spent so long on one batch of this session."""
+        self.busy_ns += took_ns
+        self.usual_ns = max(1, (3 * self.usual_ns + took_ns) // 4 if self.usual_ns else took_ns)
 
     def fail(self, batch: Batch, fault: Fault) -> None:
         batch.state, batch.fault, batch.sticky_worker = BatchState.FAILED, fault, -1

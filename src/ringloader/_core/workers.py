@@ -111,6 +111,16 @@ class Workers:
                 best = worker
         return best
 
+    def awake(self, session_id: int, max_fills: int) -> Worker | None:
+        """Of the running workers that have Fills of this session alone, no more than `max_fills`, the one with the fewest."""
+        best: Worker | None = None
+        for worker in self.all:
+            if 0 < len(worker.fills) <= max_fills and worker.is_available(max_fills + 1):
+                is_own = all(owner == session_id for owner, _ in worker.fills.values())
+                if is_own and (best is None or len(worker.fills) < len(best.fills)):
+                    best = worker
+        return best
+
     def start(self, worker: Worker, now_s: float) -> int:
         """Begin the next incarnation; return its number."""
         self._num_starts[worker.worker_id] += 1

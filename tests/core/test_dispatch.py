@@ -1,0 +1,90 @@
+"""Which worker a batch goes to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ringloader._core import messages as msg
+from ringloader._core.scheduler import Scheduler
+from ringloader._core.session import Session, pack_keys
+from tests.core.deciding import filled, fills, scheduler, sent
+
+QUICK_NS = 20_000
+SLOW_NS = 10**7
+
+
+def opened(core: Scheduler, session_id: int, took_ns: int, *, in_order: bool = True) -> Session:
+    """A session of empty batches, each of which takes a worker so long."""
+    session = Session(session_id, 0, in_order=in_order)
+    core.open_session(session)
+    session.slot_nbytes = 0
+    session.took(took_ns)
+    return session
+
+
+def submit(core: Scheduler, session: Session, count: int) -> list[tuple[int, msg.Fill]]:
+    """Hand in batches; returns who got which."""
+    first = session.num_submitted
+    for k in range(first, first + count):
+        core.submit(session.session_id, k, pack_keys([k], k))
+    return [(command.worker_id, command.fill) for command in fills(sent(core))]
+
+
+def test_batches_are_spread_over_the_workers() -> None:
+    """The least loaded gets the next; none more than its share."""
+    core = scheduler(3)
+    got = submit(core, opened(core, 0, SLOW_NS), 9)
+    assert Counter(worker_id for worker_id, _ in got) == {0: 2, 1: 2, 2: 2}
+    assert [worker_id for worker_id, _ in got[:3]] == [0, 1, 2]
+
+
+def test_quick_batches_go_to_one_worker_that_is_awake() -> None:
+    """Five that take 20 us each are made by one before another could be woken; what is beyond that goes to the next."""
+    core = scheduler(3)
+    got = submit(core, opened(core, 0, QUICK_NS), 6)
+    assert Counter(worker_id for worker_id, _ in got) == {0: 6}
+    core = scheduler(6)
+    got = submit(core, opened(core, 0, QUICK_NS), 12)
+    assert Counter(worker_id for worker_id, _ in got) == {0: 6, 1: 6}
+
+
+def test_one_worker_never_gets_more_than_may_be_in_flight() -> None:
+    """However quick."""
+    core = scheduler(2)
+    got = submit(core, opened(core, 0, 1), 40)
+    assert max(Counter(worker_id for worker_id, _ in got).values()) == 4
+
+
+def test_batches_that_turn_slow_are_spread_again() -> None:
+    """The last few weigh most."""
+    core = scheduler(2)
+    session = opened(core, 0, QUICK_NS)
+    for _, fill in submit(core, session, 4):
+        core.receive(0, 1, filled(fill, SLOW_NS), 1.0)
+    got = submit(core, session, 4)
+    assert Counter(worker_id for worker_id, _ in got) == {0: 2, 1: 2}
+
+
+def test_quick_batches_do_not_queue_behind_those_of_another_session() -> None:
+    """Which may be slow."""
+    core = scheduler(2)
+    slow, quick = opened(core, 0, SLOW_NS), opened(core, 1, QUICK_NS)
+    assert [worker_id for worker_id, _ in submit(core, slow, 1)] == [0]
+    assert [worker_id for worker_id, _ in submit(core, quick, 2)] == [1, 1]
+
+
+def test_batches_out_of_order_are_spread() -> None:
+    """There a slow one holds up no other but those behind it in its worker."""
+    core = scheduler(2)
+    got = submit(core, opened(core, 0, QUICK_NS, in_order=False), 4)
+    assert Counter(worker_id for worker_id, _ in got) == {0: 2, 1: 2}
+
+
+def test_worker_that_leaves_or_has_died_gets_no_quick_batches() -> None:
+    """One that drains is given nothing, one whose Fill only asks for a size neither."""
+    for attribute in ("is_draining", "is_learning"):
+        core = scheduler(2)
+        session = opened(core, 0, QUICK_NS)
+        submit(core, session, 1)
+        setattr(core.workers.all[0], attribute, True)
+        assert {worker_id for worker_id, _ in submit(core, session, 3)} == {1}
