@@ -8,8 +8,9 @@ from ringloader._core.policy import FaultPolicy, PoolPolicy
 from ringloader._core.scheduler import Scheduler
 
 
-def scheduler(num_workers: int = 1, **faults: object) -> Scheduler:
-    core = Scheduler(PoolPolicy(num_workers, 2, None, FaultPolicy(stall_s=None, **faults)))  # type: ignore[arg-type]
+def scheduler(num_workers: int = 1, num_beside: int = 99, **faults: object) -> Scheduler:
+    policy = FaultPolicy(stall_s=None, **faults)  # type: ignore[arg-type]
+    core = Scheduler(PoolPolicy(num_workers, 2, None, policy, num_beside=num_beside))
     core.start(0.0)
     for worker in core.workers.all:
         core.receive(worker.worker_id, worker.incarnation, msg.Ready(1, {"length": 100}), 0.0)

@@ -71,7 +71,12 @@ class Simulation:
         )
         unreaped_s = rng.choice((5.0, 5.0, 0.0))  # 0: as with threads, which cannot be killed
         self.policy = PoolPolicy(
-            self.num_workers, rng.choice((1, 2, 3)), rng.choice((5.0, 5.0, None)), faults, unreaped_s=unreaped_s
+            self.num_workers,
+            rng.choice((1, 2, 3)),
+            rng.choice((5.0, 5.0, None)),
+            faults,
+            unreaped_s=unreaped_s,
+            num_beside=rng.choice((1, 2, 99)),
         )
         self.core = Scheduler(self.policy)
         self.death_rate = rng.choice((0.0, 0.05, 0.3))

@@ -48,19 +48,31 @@ def test_quick_batches_go_to_one_worker_that_is_awake() -> None:
     assert Counter(worker_id for worker_id, _ in got) == {0: 6, 1: 6}
 
 
+def test_quick_batches_go_to_no_more_workers_than_have_a_core() -> None:
+    """Beside the training process; slow ones go to all."""
+    for num_beside, expected in ((1, {0: 8}), (2, {0: 4, 1: 4}), (3, {0: 3, 1: 3, 2: 2})):
+        core = scheduler(4, num_beside)
+        got = submit(core, opened(core, 0, 90_000), 8)
+        assert Counter(worker_id for worker_id, _ in got) == expected
+        core = scheduler(4, num_beside)
+        got = submit(core, opened(core, 0, SLOW_NS), 8)
+        assert Counter(worker_id for worker_id, _ in got) == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
 def test_one_worker_never_gets_more_than_may_be_in_flight() -> None:
-    """However quick."""
+    """However quick: what is prefetched for both, and the one that is waited for."""
     core = scheduler(2)
     got = submit(core, opened(core, 0, 1), 40)
-    assert max(Counter(worker_id for worker_id, _ in got).values()) == 4
+    assert Counter(worker_id for worker_id, _ in got) == {0: 5, 1: 5}
 
 
 def test_batches_that_turn_slow_are_spread_again() -> None:
-    """The last few weigh most."""
+    """A single one changes nothing."""
     core = scheduler(2)
     session = opened(core, 0, QUICK_NS)
-    for _, fill in submit(core, session, 4):
-        core.receive(0, 1, filled(fill, SLOW_NS), 1.0)
+    for round_number in range(4):
+        for worker_id, fill in submit(core, session, 4):
+            core.receive(worker_id, 1, filled(fill, SLOW_NS if round_number or fill.batch_id == 0 else QUICK_NS), 1.0)
     got = submit(core, session, 4)
     assert Counter(worker_id for worker_id, _ in got) == {0: 2, 1: 2}
 

@@ -131,7 +131,7 @@ class PoolPolicy:
 
     num_copied: slots that copies to a device may be reading at any time. unreaped_s: how long a worker that was killed may take
     to end before the run goes on without it and its slots; 0 where nothing can be killed. recycles: a healthy worker can be
-    replaced by another.
+    replaced by another. num_beside: workers that can run at the same time as the training process, at least 1.
     """
 
     num_workers: int
@@ -141,6 +141,7 @@ class PoolPolicy:
     num_copied: int = 0
     unreaped_s: float = UNREAPED_S
     recycles: bool = True
+    num_beside: int = 1 << 16
 
     @property
     def num_in_flight(self) -> int:

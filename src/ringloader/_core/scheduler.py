@@ -403,10 +403,9 @@ class Scheduler:
                 return keeper
             batch.sticky_worker = -1
         if session.in_order and 0 < session.usual_ns < _WAKE_NS:
-            # A worker that will be done with all it was given before another one could be woken is given more, beyond its
-            # share, too: else more processes would share the cores than there is work for.
-            max_fills = min(_WAKE_NS // session.usual_ns, self.policy.num_in_flight - 1)
-            worker = self.workers.awake(session.session_id, max_fills)
+            # One that will be done with all it was given before another could be woken is given more; and where there are
+            # more processes than cores, each hinders the others more than it helps.
+            worker = self.workers.choose_quick(session.session_id, _WAKE_NS // session.usual_ns)
             if worker is not None:
                 return worker
         return self.workers.least_loaded()

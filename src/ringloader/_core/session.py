@@ -204,7 +204,9 @@ class Session:
     def took(self, took_ns: int) -> None:
         """A worker has spent so long on one batch of this session."""
         self.busy_ns += took_ns
-        self.usual_ns = max(1, (3 * self.usual_ns + took_ns) // 4 if self.usual_ns else took_ns)
+        usual_ns = self.usual_ns
+        # A batch in which the worker did not run for a while says nothing of the next.
+        self.usual_ns = usual_ns + min((took_ns - usual_ns) // 4, usual_ns // 4 + 1) if usual_ns else max(1, took_ns)
 
     def fail(self, batch: Batch, fault: Fault) -> None:
         batch.state, batch.fault, batch.sticky_worker = BatchState.FAILED, fault, -1

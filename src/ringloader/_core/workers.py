@@ -111,15 +111,27 @@ class Workers:
                 best = worker
         return best
 
-    def awake(self, session_id: int, max_fills: int) -> Worker | None:
-        """Of the running workers that have Fills of this session alone, no more than `max_fills`, the one with the fewest."""
-        best: Worker | None = None
+    def choose_quick(self, session_id: int, max_fills: int) -> Worker | None:
+        """The worker for a batch that takes less time than waking somebody.
+
+        Of the first workers, as many as can run beside the training process: one that is awake and has no more than `max_fills`
+        of this session, else the least loaded, beyond its share, too. None where all have batches of others.
+        """
+        awake: Worker | None = None
+        least: Worker | None = None
+        num_left, most = self.policy.num_beside, self.policy.num_in_flight + 1  # and the one that is waited for
         for worker in self.all:
-            if 0 < len(worker.fills) <= max_fills and worker.is_available(max_fills + 1):
-                is_own = all(owner == session_id for owner, _ in worker.fills.values())
-                if is_own and (best is None or len(worker.fills) < len(best.fills)):
-                    best = worker
-        return best
+            num_fills = len(worker.fills)
+            if not worker.is_available(most) or any(one != session_id for one, _ in worker.fills.values()):
+                continue
+            if 0 < num_fills <= max_fills and (awake is None or num_fills > len(awake.fills)):
+                awake = worker
+            if least is None or num_fills < len(least.fills):
+                least = worker
+            num_left -= 1
+            if not num_left:
+                break
+        return awake or least
 
     def start(self, worker: Worker, now_s: float) -> int:
         """Begin the next incarnation; return its number."""

@@ -30,10 +30,11 @@ def margin_nbytes(available: int) -> int:
 
 def default_ring_nbytes() -> int:
     """A quarter of the memory available, shared among the ranks of this node (`LOCAL_WORLD_SIZE`)."""
-    return available_nbytes() // _DEFAULT_SHARE // _num_local_ranks()
+    return available_nbytes() // _DEFAULT_SHARE // num_local_ranks()
 
 
-def _num_local_ranks() -> int:
+def num_local_ranks() -> int:
+    """Training processes on this machine (`LOCAL_WORLD_SIZE`, as torchrun sets it)."""
     try:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
@@ -184,7 +185,7 @@ class PinnedAccount:
 
     def take(self, nbytes: int) -> str | None:
         """Take room, or return in words why there is none."""
-        limit = (available_nbytes() + ACCOUNT.nbytes) // _PINNED_SHARE // _num_local_ranks()
+        limit = (available_nbytes() + ACCOUNT.nbytes) // _PINNED_SHARE // num_local_ranks()
         with self._lock:
             if self.nbytes + nbytes > limit:
                 return (

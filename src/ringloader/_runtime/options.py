@@ -7,6 +7,7 @@ names the option, its value and the remedy. Must not look at the dataset.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import sys
@@ -57,7 +58,14 @@ class Options:
     @property
     def policy(self) -> PoolPolicy:
         num_copied = _NUM_COPIED if self.pin_memory or self.device not in (None, "cpu") else 0
-        return PoolPolicy(max(1, self.num_workers), self.prefetch_factor, self.timeout, self.faults, num_copied)
+        return PoolPolicy(
+            max(1, self.num_workers),
+            self.prefetch_factor,
+            self.timeout,
+            self.faults,
+            num_copied,
+            num_beside=max(1, len(os.sched_getaffinity(0)) // memory.num_local_ranks() - 1),
+        )
 
 
 def check(given: dict[str, Any]) -> Options:
