@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from ringloader._core import scheduler
+
 # One unit for every duration in these tests, so that a slow machine stretches them all.
 UNIT_S = float(os.environ.get("RINGLOADER_TEST_UNIT_S", "1.0"))
 
@@ -57,6 +59,14 @@ def _heeds_interrupts() -> None:
     heard."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _spread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have batches spread over all workers however quick they are, as nearly all of them are here: a test with two workers is
+    to be one with two. Those marked `packed` are about the difference."""
+    if request.node.get_closest_marker("packed") is None:
+        monkeypatch.setattr(scheduler, "_WAKE_NS", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -525,3 +525,16 @@ def failing(samples: list[Any]) -> Any:
 def returns_object(samples: list[Any]) -> Any:
     """A collate_fn whose result cannot travel."""
     return {"x": np.array(samples), "extra": Opaque()}
+
+
+class TurnsSlow(Numbers):
+    """Samples from one on take their time; each says who made it."""
+
+    def __init__(self, size: int, slow_from: int, pause_s: float) -> None:
+        super().__init__(size)
+        self.slow_from, self.pause_s = slow_from, pause_s
+
+    def make(self, i: int) -> Any:
+        if i >= self.slow_from:
+            time.sleep(self.pause_s)
+        return np.array([i, os.getpid()])

@@ -115,7 +115,9 @@ from tests.runtime.conftest import wait_until
 where, marks = sys.argv[1:]
 if __name__ == "__main__":
     if where == "sample":
-        loader = Loader(FactorySpec(NeverEnding, 100, 8, "deaf", marks), batch_size=1, num_workers=2, output="numpy")
+        spec = FactorySpec(NeverEnding, 100, 8, "deaf", marks)
+        # Out of order both workers get batches, quick ones, too.
+        loader = Loader(spec, batch_size=1, num_workers=2, in_order=False, output="numpy")
         iterator = iter(loader)
         got = [next(iterator) for _ in range(8)]
         assert wait_until(lambda: sum(name.startswith("stuck") for name in os.listdir(marks)) == 2)

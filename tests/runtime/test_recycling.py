@@ -82,11 +82,11 @@ def test_recycling_by_private_memory_keeps_workers_small() -> None:
             out += indices.tolist()
             pids.update(rows[:, 1].astype(int).tolist())
             peak = max([peak, *map(private_nbytes, loader.stats().worker_pids)])
-            if k % 30 == 29:
-                assert wait_until(lambda: loader.stats().num_recycled >= 1)
+            if k % 100 == 99:
+                # By now the present one has leaked four times the limit.
+                assert wait_until(lambda num_due=(k + 1) // 100: loader.stats().num_recycled >= num_due)
                 assert wait_until(lambda: settled(loader))
         assert out == list(range(1200))
-        assert loader.stats().num_recycled >= 2
         assert len(pids) >= 3
         assert peak < 1200 << 20
 

@@ -1,0 +1,101 @@
+"""Quick batches, which go to as few workers as have a core beside the training process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ringloader import FactorySpec, FaultPolicy, Loader
+from ringloader._core import scheduler
+from ringloader._core.workers import WorkerState
+from tests.runtime import case_datasets as cases
+from tests.runtime.conftest import wait_until
+from tests.runtime.more_case_datasets import TurnsSlow
+from tests.runtime.sample_datasets import HangsOnce, Numbers
+
+pytestmark = pytest.mark.packed
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def start_all(loader: Loader) -> None:
+    """Have every worker ready before the first batch."""
+    loader.start()
+    engine = loader._engine
+    assert engine is not None
+    assert wait_until(lambda: all(worker.state is WorkerState.RUNNING for worker in engine.scheduler.workers.all))
+
+
+def test_quick_batches_are_made_by_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ones sleep; what is read is the same."""
+    monkeypatch.setattr(scheduler, "_WAKE_NS", 10**12)  # also where this machine is slow
+    with Loader(FactorySpec(cases.Pid, 4000), batch_size=4, num_workers=3, output="numpy") as loader:
+        start_all(loader)
+        rows = [row for batch in loader for row in batch.tolist()]
+        assert [row[0] for row in rows] == list(range(4000))
+        (_, most), *_ = Counter(row[1] for row in rows).most_common()
+        assert most > 3900  # all but those from before anything was known of them
+
+
+def test_batches_that_turn_slow_are_made_by_all() -> None:
+    """From one batch on each takes 20 ms: all workers have the same share of those."""
+    with Loader(FactorySpec(TurnsSlow, 1200, 800, 0.005), batch_size=4, num_workers=3, output="numpy") as loader:
+        start_all(loader)
+        rows = [row for batch in loader for row in batch.tolist()]
+    assert [row[0] for row in rows] == list(range(1200))
+    slow = Counter(row[1] for row in rows[900:])
+    assert len(slow) == 3
+    assert min(slow.values()) > 50
+
+
+def test_worker_with_all_the_batches_may_be_killed() -> None:
+    """Again and again, wherever it is: the same epoch, in order."""
+    faults = FaultPolicy(restarts=99)
+    with Loader(FactorySpec(cases.Pid, 4000), batch_size=4, num_workers=2, output="numpy", faults=faults) as loader:
+        seen: list[int] = []
+        for number, batch in enumerate(loader):
+            seen += batch[:, 0].tolist()
+            if number % 150 == 20:
+                os.kill(int(batch[0, 1]), signal.SIGKILL)
+                pid = int(batch[0, 1])
+                assert wait_until(lambda pid=pid: pid not in loader.stats().worker_pids)
+        assert seen == list(range(4000))
+        assert loader.stats().num_restarts >= 7
+
+
+def test_worker_that_hangs_with_all_the_batches_is_replaced(tmp_path: Path) -> None:
+    """The one in progress is its fault, the others go on."""
+    spec = FactorySpec(HangsOnce, 600, 8, str(tmp_path), [217, 455])
+    with Loader(spec, batch_size=10, num_workers=2, timeout=0.5, output="numpy") as loader:
+        assert [i for _, indices in loader for i in indices.tolist()] == list(range(600))
+        assert loader.stats().num_restarts == 2
+        assert loader.skipped == []
+
+
+def test_abandoned_epochs_do_not_have_the_ring_grow_for_ever() -> None:
+    """Batches of one that are still queued take slots until they are cancelled: one more segment at most."""
+    with Loader(FactorySpec(cases.Epochs, 1000), batch_size=10, num_workers=2) as loader:
+        next(iter(loader))
+        early_nbytes = loader.stats().ring_nbytes
+        for epoch in range(1, 200):
+            assert next(iter(loader)).tolist() == [epoch * 100 + i for i in range(10)]
+        assert loader.stats().ring_nbytes <= 2 * early_nbytes
+        assert loader.stats().num_segments <= 2
+
+
+def test_two_iterators_over_quick_batches_are_both_right() -> None:
+    """Each in its own order, whoever makes them."""
+    with Loader(FactorySpec(Numbers, 400), batch_size=4, num_workers=2, shuffle=True, output="numpy") as loader:
+        whole = [[indices.tolist() for _, indices in loader] for _ in range(2)]
+    with Loader(FactorySpec(Numbers, 400), batch_size=4, num_workers=2, shuffle=True, output="numpy") as loader:
+        first, second = iter(loader), iter(loader)
+        found = [(next(first)[1].tolist(), next(second)[1].tolist()) for _ in range(100)]
+    assert [list(epoch) for epoch in zip(*found, strict=True)] == whole
