@@ -76,7 +76,7 @@ class ArrayDataset(Dataset):
 
     def write_batch(self, indices: Array, out: Any) -> None:
         """Write the rows `indices`, int64, into the arrays of `out`."""
-        places = _all_within(indices, self._length)
+        places = all_within(indices, self._length)
         for column, target in zip(self._columns, out if self._names is None else out.values(), strict=True):
             column.write(places, target)
 
@@ -157,7 +157,7 @@ class TokenWindows(Dataset):
 
     def write_batch(self, indices: Array, out: Any) -> None:
         """Write the windows `indices`, int64, into the two arrays of `out`."""
-        starts = _all_within(indices, self._length) * self._stride
+        starts = all_within(indices, self._length) * self._stride
         # A window and its target are one element of many bytes: numpy gathers those in a loop of C, into memory of its own. A
         # few at a time, or that memory would be in no cache when it is read again.
         windows, (inputs, targets) = self._windows(), out
@@ -251,7 +251,7 @@ def _within(index: int, length: int) -> int:
     return index + length if index < 0 else index
 
 
-def _all_within(indices: Array, length: int) -> Array:
+def all_within(indices: Array, length: int) -> Array:
     """Return the indices with those that count from the end as others. Raises IndexError."""
     # As unsigned numbers those below 0 are the largest: one look tells of both ends.
     indices = np.asarray(indices, np.int64)

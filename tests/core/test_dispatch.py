@@ -39,42 +39,52 @@ def test_batches_are_spread_over_the_workers() -> None:
 
 
 def test_quick_batches_go_to_one_worker_that_is_awake() -> None:
-    """Five that take 20 us each are made by one before another could be woken; what is beyond that goes to the next."""
-    core = scheduler(3)
-    got = submit(core, opened(core, 0, QUICK_NS), 6)
-    assert Counter(worker_id for worker_id, _ in got) == {0: 6}
-    core = scheduler(6)
-    got = submit(core, opened(core, 0, QUICK_NS), 12)
-    assert Counter(worker_id for worker_id, _ in got) == {0: 6, 1: 6}
+    """Made before another could be woken; but never more than four, should they turn slow."""
+    for took_ns, expected in ((QUICK_NS, {0: 4, 1: 2}), (40_000, {0: 2, 1: 2, 2: 2}), (1, {0: 4, 1: 2})):
+        core = scheduler(3)
+        got = submit(core, opened(core, 0, took_ns), 6)
+        assert Counter(worker_id for worker_id, _ in got) == expected
 
 
 def test_quick_batches_go_to_no_more_workers_than_have_a_core() -> None:
-    """Beside the training process; slow ones go to all."""
-    for num_beside, expected in ((1, {0: 8}), (2, {0: 4, 1: 4}), (3, {0: 3, 1: 3, 2: 2})):
+    """Beside the training process. What these have no room for waits until they have; slow ones go to all."""
+    for num_beside, expected in ((1, {0: 2}), (2, {0: 2, 1: 2}), (3, {0: 2, 1: 2, 2: 2})):
         core = scheduler(4, num_beside)
         got = submit(core, opened(core, 0, 90_000), 8)
         assert Counter(worker_id for worker_id, _ in got) == expected
+        worker_id, fill = got[0]
+        core.receive(worker_id, 1, filled(fill, 90_000), 1.0)
+        assert [command.worker_id for command in fills(sent(core))] == [worker_id]
         core = scheduler(4, num_beside)
         got = submit(core, opened(core, 0, SLOW_NS), 8)
         assert Counter(worker_id for worker_id, _ in got) == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
-def test_one_worker_never_gets_more_than_may_be_in_flight() -> None:
-    """However quick: what is prefetched for both, and the one that is waited for."""
-    core = scheduler(2)
-    got = submit(core, opened(core, 0, 1), 40)
-    assert Counter(worker_id for worker_id, _ in got) == {0: 5, 1: 5}
+def make(core: Scheduler, session: Session, times_ns: list[int]) -> None:
+    """Have batches made, one after the other, that take so long."""
+    for took_ns in times_ns:
+        ((worker_id, fill),) = submit(core, session, 1)
+        core.receive(worker_id, 1, filled(fill, took_ns), 1.0)
 
 
-def test_batches_that_turn_slow_are_spread_again() -> None:
-    """A single one changes nothing."""
-    core = scheduler(2)
-    session = opened(core, 0, QUICK_NS)
-    for round_number in range(4):
-        for worker_id, fill in submit(core, session, 4):
-            core.receive(worker_id, 1, filled(fill, SLOW_NS if round_number or fill.batch_id == 0 else QUICK_NS), 1.0)
-    got = submit(core, session, 4)
-    assert Counter(worker_id for worker_id, _ in got) == {0: 2, 1: 2}
+def is_packed(core: Scheduler, session: Session) -> bool:
+    return {worker_id for worker_id, _ in submit(core, session, 4)} == {0}
+
+
+def test_batches_that_turn_slow_are_spread_at_once() -> None:
+    """One slow batch is enough; after some fifty quick ones they are packed again. One that was held up a little is none."""
+    for times_ns, expected in (
+        ([], True),
+        ([10**6], True),
+        ([SLOW_NS], False),
+        ([SLOW_NS, *[QUICK_NS] * 20], False),
+        ([SLOW_NS, *[QUICK_NS] * 80], True),
+        ([QUICK_NS, *[QUICK_NS] * 7, SLOW_NS] * 9 + [QUICK_NS] * 7, False),  # a shard is opened for every ninth
+    ):
+        core = scheduler(2, 1)
+        session = opened(core, 0, QUICK_NS)
+        make(core, session, times_ns)
+        assert is_packed(core, session) == expected, times_ns
 
 
 def test_quick_batches_do_not_queue_behind_those_of_another_session() -> None:

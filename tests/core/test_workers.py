@@ -55,6 +55,22 @@ def test_overdue_is_judged_by_the_workers_own_page() -> None:
     assert "timeout=2" in (workers.overdue(worker, WorkerView(7, 0, 99.0, "fetching"), 101.1) or "")
 
 
+def test_worker_that_begins_none_of_its_batches_is_overdue() -> None:
+    """It sits idle, stopped perhaps, while it has one to make; what it does between two batches is not judged by that."""
+    for limits, words in (({"timeout_s": 2.0}, "timeout=2"), ({"timeout_s": None, "stall_s": 2.0}, "faults.stall_s=2")):
+        workers = pool(**limits)
+        worker = workers.all[0]
+        worker.fills[7] = (0, _FILL)
+        idle, busy = WorkerView(-1, -1, 0.0, "idle"), WorkerView(-1, -1, 0.0, "populating memory")
+        assert workers.overdue(worker, idle, 100.0) is None
+        assert workers.overdue(worker, idle, 101.9) is None
+        assert words in (workers.overdue(worker, idle, 102.1) or "")
+        assert workers.overdue(worker, busy, 102.2) is None
+        assert workers.overdue(worker, idle, 102.3) is None
+        worker.fills = {8: (0, _FILL)}
+        assert workers.overdue(worker, idle, 104.4) is None, "it has been given another"
+
+
 def test_p10_time_in_which_we_did_not_run_is_excused() -> None:
     """A look that comes much later than planned means that everybody stood still: deadlines move by the gap."""
     workers = pool(timeout_s=2.0)

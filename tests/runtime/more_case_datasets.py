@@ -538,3 +538,16 @@ class TurnsSlow(Numbers):
         if i >= self.slow_from:
             time.sleep(self.pause_s)
         return np.array([i, os.getpid()])
+
+
+class SlowNowAndThen(Numbers):
+    """Every `step`-th sample takes its time; each says who made it."""
+
+    def __init__(self, size: int, step: int, pause_s: float) -> None:
+        super().__init__(size)
+        self.step, self.pause_s = step, pause_s
+
+    def make(self, i: int) -> Any:
+        if i % self.step == 0:
+            time.sleep(self.pause_s)
+        return np.array([i, os.getpid()])

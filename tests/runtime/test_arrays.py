@@ -319,8 +319,9 @@ def test_write_batch_that_keeps_out_and_fails_harms_no_other_batch(num_workers: 
 
 def test_write_batch_that_puts_another_array_in_its_place_is_refused() -> None:
     """What it wrote would be lost, and the slot delivered as it was."""
-    with Loader(writing.Replaces(8), batch_size=4) as loader, pytest.raises(LayoutError, match="put another array into"):
-        next(iter(loader))
+    for kind in (writing.Replaces, writing.ReplacesBesideNothing):
+        with Loader(kind(8), batch_size=4) as loader, pytest.raises(LayoutError, match="put another array into"):
+            next(iter(loader))
 
 
 def test_batch_spec_is_asked_anew_in_each_epoch() -> None:
@@ -431,12 +432,30 @@ def test_dataset_of_functions_refuses_others(options: Any, match: str) -> None:
 
 def test_class_that_draws_in_write_batch_draws_the_same_with_any_number_of_workers() -> None:
     """Our own classes draw nothing, and are not seeded for; one derived from them may, and is."""
-    found = []
-    for num_workers in (1, 2):
-        with Loader(writing.Jitters(np.zeros((40, 2))), batch_size=4, num_workers=num_workers) as loader:
-            found.append([batch[0].tolist() for _ in range(2) for batch in loader])
-    assert found[0] == found[1]
-    assert len({str(batch) for batch in found[0]}) == 20
+    for kind in (writing.Jitters, writing.SaysItDraws):
+        found = []
+        for num_workers in (1, 2):
+            with Loader(kind(np.zeros((40, 2))), batch_size=4, num_workers=num_workers) as loader:
+                found.append([batch[0].tolist() for _ in range(2) for batch in loader])
+        assert found[0] == found[1]
+        assert len({str(batch) for batch in found[0]}) == 20
+
+
+def test_numbers_of_numpys_as_keys_are_written_whole() -> None:
+    """A sampler that is an array gives them."""
+    with Loader(writing.Writes(40), batch_size=4, sampler=np.arange(39, -1, -1, dtype=np.int16), num_workers=1) as loader:
+        assert [row for batch in loader for row in batch["a"][:, 0].tolist()] == list(range(39, -1, -1))
+
+
+def test_rows_of_no_bytes_are_looked_for_all_the_same() -> None:
+    """One beyond the last is an error, though nothing of it would be delivered."""
+    for num_workers in (0, 1):
+        with (
+            Loader(ArrayDataset(np.empty((10, 0))), batch_size=2, sampler=[0, 50], num_workers=num_workers) as loader,
+            pytest.raises(SampleError, match="IndexError") as caught,
+        ):
+            next(iter(loader))
+        assert caught.value.facts["index"] == 50
 
 
 def test_write_batch_by_hand_takes_indices_of_any_integer_type() -> None:

@@ -47,6 +47,21 @@ def test_worker_hangs_is_killed_with_its_stack_and_replaced(tmp_path: Path, capl
     assert "time.sleep" in caplog.text or "in harm" in caplog.text
 
 
+def test_worker_stopped_between_two_batches_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """It is given the next ones, and begins none: it has its time, as one that hangs in one."""
+    with Loader(FactorySpec(Numbers, 400), batch_size=10, num_workers=2, timeout=0.5) as loader:
+        iterator = iter(loader)
+        out = next(iterator)[1].tolist()
+        assert wait_until(lambda: len(loader.stats().worker_pids) == 2)
+        workers = loader._engine.scheduler.workers  # type: ignore[union-attr]
+        assert wait_until(lambda: not any(worker.fills for worker in workers.all))
+        os.kill(loader.stats().worker_pids[0], signal.SIGSTOP)
+        out += [i for _, indices in iterator for i in indices.tolist()]
+        assert out == list(range(400))
+        assert loader.stats().num_restarts == 1
+    assert "did not begin the batch that it was given" in caplog.text
+
+
 def test_worker_killed_from_outside_between_batches_is_replaced() -> None:
     """SIGKILL to an idle or busy worker: the same epoch, a new worker."""
     with Loader(FactorySpec(Numbers, 400), batch_size=10, num_workers=2) as loader:

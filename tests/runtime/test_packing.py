@@ -14,7 +14,7 @@ from ringloader._core import scheduler
 from ringloader._core.workers import WorkerState
 from tests.runtime import case_datasets as cases
 from tests.runtime.conftest import wait_until
-from tests.runtime.more_case_datasets import TurnsSlow
+from tests.runtime.more_case_datasets import SlowNowAndThen, TurnsSlow
 from tests.runtime.sample_datasets import HangsOnce, Numbers
 
 pytestmark = pytest.mark.packed
@@ -54,6 +54,18 @@ def test_batches_that_turn_slow_are_made_by_all() -> None:
     slow = Counter(row[1] for row in rows[900:])
     assert len(slow) == 3
     assert min(slow.values()) > 50
+
+
+def test_few_slow_batches_among_quick_ones_are_made_side_by_side() -> None:
+    """Every eighth opens a file, say: all workers have a share of those."""
+    spec = FactorySpec(SlowNowAndThen, 3200, 32, 0.005)
+    with Loader(spec, batch_size=4, num_workers=3, prefetch_factor=16, output="numpy") as loader:
+        start_all(loader)
+        rows = [row for batch in loader for row in batch.tolist()]
+    assert [row[0] for row in rows] == list(range(3200))
+    slow = Counter(row[1] for row in rows[320::32])
+    assert len(slow) == 3
+    assert min(slow.values()) > 10
 
 
 def test_worker_with_all_the_batches_may_be_killed() -> None:

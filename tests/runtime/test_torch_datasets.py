@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
 
 from ringloader import Loader, SampleError
 from ringloader._runtime.memory import private_nbytes
@@ -114,14 +124,6 @@ READ_WITH: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", READ_WITH)
-def test_other_datasets_are_read_as_they_are(kind: str) -> None:
-    """Where anybody could tell the difference there is none."""
-    make, options = READ_WITH[kind]
-    dataset = make()
-    assert without_torch(dataset, Loader(dataset, num_workers=1, **options)._options) is dataset
-
-
 def test_function_that_collates_gets_tensors() -> None:
     """It sees what torch's dataset gives."""
     dataset = TensorDataset(*tensors(4))
@@ -130,21 +132,61 @@ def test_function_that_collates_gets_tensors() -> None:
         assert all(map(has_torch, loader.stats().worker_pids))
 
 
-class Keys:
-    """A sampler of keys that only torch's indexing takes."""
+class Numbers:
+    """A sampler of one's own."""
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (slice(0, 3), [1, 4, 2], slice(6, 9))
+        yield from (3, 4, 2)
+
+
+class LikeSeries:
+    """Picks by label, and becomes an array by position."""
 
     def __len__(self) -> int:
         return 3
 
+    def __getitem__(self, label: int) -> int:
+        return 2 - label
 
-def test_keys_that_only_torch_takes() -> None:
-    """A slice or a list as the key of one sample."""
-    dataset = READ_WITHOUT["tensors"]()
-    with Loader(dataset, batch_size=3, sampler=Keys(), num_workers=1) as loader:
-        assert same(list(loader), list(DataLoader(dataset, batch_size=3, sampler=Keys())))
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.arange(3)
+
+
+def unequal() -> Any:
+    dataset = TensorDataset(torch.arange(5), torch.arange(5))
+    dataset.tensors = (torch.arange(5), torch.arange(6))
+    return dataset
+
+
+READ_WITH |= {
+    "own sampler": (lambda: TensorDataset(torch.arange(5)), {"sampler": Numbers()}),
+    "keys that are no numbers": (lambda: TensorDataset(torch.arange(9)), {"sampler": [slice(0, 3), [1, 4, 2], slice(6, 9)]}),
+    "one by one": (lambda: TensorDataset(torch.arange(5)), {"seed_per": "sample"}),
+    "what numpy lacks": (lambda: TensorDataset(torch.zeros(5, dtype=torch.bfloat16)), {"output": "numpy"}),
+    "unequal": (unequal, {}),
+    "picks by label": (lambda: Subset(TensorDataset(torch.arange(5)), LikeSeries()), {}),  # type: ignore[arg-type]
+    "masked": (lambda: Subset(TensorDataset(torch.arange(5)), np.ma.masked_array([1, 2], [0, 1])), {}),  # type: ignore[arg-type]
+    "numbers and truths": (lambda: Subset(TensorDataset(torch.arange(5)), [3, True, 0]), {}),
+}
+
+
+def test_samplers_of_numbers_of_any_kind_need_no_torch() -> None:
+    """Arrays, torch's and ours, of keys and of batches."""
+    dataset = TensorDataset(*tensors())
+    made: list[dict[str, Any]] = [
+        {"sampler": np.array([4, 2, -1, 7]), "batch_size": 3},
+        {"sampler": SubsetRandomSampler([4, 2, 9], torch.Generator().manual_seed(0)), "batch_size": 2},
+        {"sampler": list(np.arange(5)), "batch_size": 2},
+        {"batch_sampler": BatchSampler(SequentialSampler(dataset), 4, drop_last=False)},
+        {"batch_sampler": [[1, 2], [5, -3]]},
+    ]
+    for options in made:
+        with Loader(dataset, num_workers=1, **options) as loader:
+            found = list(loader)
+            assert not any(map(has_torch, loader.stats().worker_pids))
+        if isinstance(options.get("sampler"), SubsetRandomSampler):
+            options["sampler"] = SubsetRandomSampler([4, 2, 9], torch.Generator().manual_seed(0))
+        assert same(found, list(DataLoader(dataset, **options)))
 
 
 @pytest.mark.parametrize("kind", READ_WITHOUT)
@@ -162,16 +204,27 @@ def test_samples_are_the_same_one_by_one(kind: str) -> None:
         found[len(dataset)]
 
 
+@pytest.mark.parametrize("kind", READ_WITH)
+def test_other_datasets_are_read_as_they_are(kind: str) -> None:
+    """Where anybody could tell the difference there is none."""
+    make, options = READ_WITH[kind]
+    dataset = make()
+    assert without_torch(dataset, Loader(dataset, num_workers=1, **options)._options) is dataset
+
+
 def test_samples_that_are_not_there() -> None:
     """An index beyond the rows is the sample's fault, in all three places it can be read from; the epoch goes on."""
-    for dataset in (TensorDataset(torch.arange(9)), Subset(TensorDataset(torch.arange(99)), range(9))):
-        for num_workers in (0, 1):
-            with Loader(dataset, batch_size=2, sampler=[0, 9, 3, 4], num_workers=num_workers) as loader:
-                iterator = iter(loader)
-                with pytest.raises(SampleError, match="IndexError") as caught:
-                    next(iterator)
-                assert caught.value.facts["index"] == 9
-                assert next(iterator)[0].tolist() == [3, 4]
+    numbers = torch.arange(99)
+    for rows in (numbers, torch.empty(99, 0)):
+        for dataset in (TensorDataset(rows[:9]), Subset(TensorDataset(rows), range(9)), Subset(TensorDataset(rows), [8] * 9)):
+            for num_workers in (0, 1):
+                with Loader(dataset, batch_size=2, sampler=[0, 9, 3, 4], num_workers=num_workers) as loader:
+                    iterator = iter(loader)
+                    with pytest.raises(SampleError, match="IndexError") as caught:
+                        next(iterator)
+                    assert caught.value.facts["index"] == 9
+                    (found,) = next(iterator)
+                    assert torch.equal(found, default_collate([dataset[3], dataset[4]])[0])
 
 
 def test_state_fits_workers_of_every_kind() -> None:

@@ -161,3 +161,22 @@ class Jitters(ArrayDataset):
     def write_batch(self, indices: Any, out: Any) -> None:
         super().write_batch(indices, out)
         out[0][...] += np.random.random()  # the global generator is what is tested
+
+
+class ReplacesBesideNothing(Writes):
+    """Beside a leaf of no bytes, puts an array of its own into `out`."""
+
+    def batch_spec(self, n: int) -> Any:
+        return [ArraySpec((n, 1), "float32"), ArraySpec((n, 0), "float32")]
+
+    def write_batch(self, indices: Any, out: Any) -> None:
+        out[0] = np.full((len(indices), 1), 7, np.float32)
+
+
+class SaysItDraws(Jitters):
+    """Says by itself that it draws."""
+
+    draws_nothing = False
+
+    def write_batch(self, indices: Any, out: Any) -> None:
+        super().write_batch(indices, out)

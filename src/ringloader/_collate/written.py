@@ -118,7 +118,8 @@ class Writer:
 
 
 def _arrays_of(out: Any) -> list[Any]:
-    flat = out if type(out) is list else list(out.values()) if type(out) is dict else ()
+    # A new list: the dataset may put other things into `out`.
+    flat = list(out) if type(out) is list else list(out.values()) if type(out) is dict else []
     if flat and all(type(leaf) is np.ndarray for leaf in flat):
         return flat  # what most are
     return [leaf for leaf in leaves_of(out) if isinstance(leaf, np.ndarray)]
@@ -130,7 +131,7 @@ def _make_storage(array: np.ndarray[Any, Any], leaf: LeafPlan) -> Any:
 
 def draws_nothing(dataset: Any) -> bool:
     """Whether a dataset's very class says that its batches draw no random numbers; one derived from it may."""
-    return "draws_nothing" in vars(type(dataset))
+    return vars(type(dataset)).get("draws_nothing") is True
 
 
 def offers(dataset: Any) -> bool:

@@ -32,6 +32,8 @@ from ringloader.errors import InternalError
 
 # What it takes to wake a worker, and to have it share a core with others.
 _WAKE_NS = 100_000
+# Quick batches on one worker at a time. Should they turn slow, so many are made one after the other.
+_MAX_QUICK_FILLS = 4
 
 
 class Scheduler:
@@ -405,9 +407,8 @@ class Scheduler:
         if session.in_order and 0 < session.usual_ns < _WAKE_NS:
             # One that will be done with all it was given before another could be woken is given more; and where there are
             # more processes than cores, each hinders the others more than it helps.
-            worker = self.workers.choose_quick(session.session_id, _WAKE_NS // session.usual_ns)
-            if worker is not None:
-                return worker
+            max_fills = min(max(_WAKE_NS // session.usual_ns, 2), _MAX_QUICK_FILLS)
+            return self.workers.choose_quick(session.session_id, max_fills)
         return self.workers.least_loaded()
 
     def _stream_worker(self, session: Session) -> tuple[Batch, Worker | None]:

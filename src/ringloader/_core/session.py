@@ -22,6 +22,8 @@ from ringloader._core.events import Keys
 from ringloader._core.messages import NO_SLOT, Failed, Filled
 from ringloader._core.streams import Streams
 
+# How many batches say, more or less, what one takes.
+_NUM_MEAN = 16
 # How many batches say what the next slot must hold; one that does not fit costs a message, not its samples.
 _RECENT_BATCHES = 16
 
@@ -122,7 +124,7 @@ class Session:
         self.has_collected = False  # garbage was collected for want of a slot
         self.starved = False  # the oldest missing batch cannot get a slot before the user lets one go
         self.busy_ns = 0
-        self.usual_ns = 0  # what a batch takes a worker, the last few weighing most; 0: not known yet
+        self.usual_ns = 0  # what a batch takes a worker, a mean of which the last few weigh most; 0: not known yet
         self.skipped = BadSamples()
         self._sizes: deque[int] = deque(maxlen=_RECENT_BATCHES)
         self._waiting: list[int] = []
@@ -204,9 +206,8 @@ class Session:
     def took(self, took_ns: int) -> None:
         """A worker has spent so long on one batch of this session."""
         self.busy_ns += took_ns
-        usual_ns = self.usual_ns
-        # A batch in which the worker did not run for a while says nothing of the next.
-        self.usual_ns = usual_ns + min((took_ns - usual_ns) // 4, usual_ns // 4 + 1) if usual_ns else max(1, took_ns)
+        # A mean: few slow batches among many quick ones are what counts.
+        self.usual_ns = max(1, self.usual_ns + (took_ns - self.usual_ns) // _NUM_MEAN if self.usual_ns else took_ns)
 
     def fail(self, batch: Batch, fault: Fault) -> None:
         batch.state, batch.fault, batch.sticky_worker = BatchState.FAILED, fault, -1

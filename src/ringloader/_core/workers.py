@@ -112,26 +112,23 @@ class Workers:
         return best
 
     def choose_quick(self, session_id: int, max_fills: int) -> Worker | None:
-        """The worker for a batch that takes less time than waking somebody.
+        """The worker for a batch that takes less time than waking somebody; None where it had better wait.
 
-        Of the first workers, as many as can run beside the training process: one that is awake and has no more than `max_fills`
-        of this session, else the least loaded, beyond its share, too. None where all have batches of others.
+        Of the first workers that have no batches of others, as many as can run beside the training process: the one that has
+        the most, but less than `max_fills`. Never more: should batches turn slow, those on one worker hold each other up.
         """
-        awake: Worker | None = None
-        least: Worker | None = None
-        num_left, most = self.policy.num_beside, self.policy.num_in_flight + 1  # and the one that is waited for
+        best: Worker | None = None
+        num_left = self.policy.num_beside
         for worker in self.all:
-            num_fills = len(worker.fills)
-            if not worker.is_available(most) or any(one != session_id for one, _ in worker.fills.values()):
+            if not worker.is_available(1 << 30) or any(owner != session_id for owner, _ in worker.fills.values()):
                 continue
-            if 0 < num_fills <= max_fills and (awake is None or num_fills > len(awake.fills)):
-                awake = worker
-            if least is None or num_fills < len(least.fills):
-                least = worker
+            num_fills = len(worker.fills)
+            if num_fills < max_fills and (best is None or num_fills > len(best.fills)):
+                best = worker
             num_left -= 1
             if not num_left:
-                break
-        return awake or least
+                return best
+        return best or self.least_loaded()
 
     def start(self, worker: Worker, now_s: float) -> int:
         """Begin the next incarnation; return its number."""
@@ -203,8 +200,7 @@ class Workers:
     def overdue(self, worker: Worker, view: WorkerView, now_s: float) -> str | None:
         """Return why a running worker has had its time, in words, or None."""
         if view.serial not in worker.fills:
-            worker.seen = (-1, -1)
-            return None
+            return self._begins_none(worker, view, now_s)
         if worker.seen[0] != view.serial:
             # Seen for the first time. It may have begun before this process stopped running, too late for the look before.
             worker.excused_s = min(self._late_s, now_s - view.began_s)
@@ -216,6 +212,21 @@ class Workers:
             return f"it spent {spent_s:.1f} s on one batch (timeout={timeout_s:g})"
         if stall_s is not None and now_s - worker.seen_since_s > stall_s:
             return f"it made no progress within one sample for {now_s - worker.seen_since_s:.1f} s (faults.stall_s={stall_s:g})"
+        return None
+
+    def _begins_none(self, worker: Worker, view: WorkerView, now_s: float) -> str | None:
+        """Return why a worker that was given batches, and sits there, has had its time: it may have been stopped."""
+        if view.stage != "idle":
+            worker.seen = (-1, -1)
+            return None
+        waiting = (-1, next(iter(worker.fills)))
+        if worker.seen != waiting:
+            worker.seen, worker.seen_since_s = waiting, now_s
+        waited_s = now_s - worker.seen_since_s
+        limits = {"timeout": self.policy.timeout_s, "faults.stall_s": self.policy.faults.stall_s}
+        for name, limit_s in limits.items():
+            if limit_s is not None and waited_s > limit_s:
+                return f"it did not begin the batch that it was given {waited_s:.1f} s before ({name}={limit_s:g})"
         return None
 
     def start_overdue(self, worker: Worker, now_s: float) -> bool:

@@ -167,13 +167,13 @@ class Filler:
         self._set_epoch(fill.epoch)
         if fill.cuts:
             self._probe(fill)
-        is_written = self._writer is not None and fill.int_keys
-        if self._writer_draws or not is_written:
+        indices = self._indices_of(fill)
+        if self._writer_draws or indices is None:
             self._seed(fill)
         self._page.stage(status.FETCHING)
         self._doing = "sample"
-        if is_written:
-            return self._write(fill, self._writer, slot, began_ns)  # type: ignore[arg-type]
+        if indices is not None:
+            return self._write(fill, indices, slot, began_ns)
         keys = unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))
         batch = self._collator.begin(len(keys), keys, slot)
         getitems = self._getitems
@@ -185,6 +185,19 @@ class Filler:
         else:
             self._fetch_each(fill, keys, batch)
         return self._collated(fill, batch, len(keys), slot, began_ns)
+
+    def _indices_of(self, fill: msg.Fill) -> np.ndarray[Any, Any] | None:
+        """What to have a batch written from; None where it is made of samples."""
+        if self._writer is None:
+            return None
+        if fill.int_keys:
+            return np.frombuffer(fill.keys, np.int64)
+        keys = unpack_keys(Keys(fill.keys, fill.int_keys, fill.position))
+        try:
+            # Numbers of numpy's are as good: samplers that are arrays give them.
+            return np.array(keys, np.int64) if all(isinstance(key, np.integer) for key in keys) else None
+        except OverflowError:
+            return None
 
     def _seed(self, fill: msg.Fill) -> None:
         self._info.begin(fill.position)
@@ -203,18 +216,21 @@ class Filler:
             return self._filled(fill, kept, time.monotonic_ns() - fetched_ns)
         return self._place(fill, kept, slot)
 
-    def _write(self, fill: msg.Fill, writer: Writer, slot: np.ndarray[Any, Any] | None, began_ns: int) -> msg.FromWorker:
+    def _write(
+        self, fill: msg.Fill, indices: np.ndarray[Any, Any], slot: np.ndarray[Any, Any] | None, began_ns: int
+    ) -> msg.FromWorker:
         """Have the dataset write the batch into the slot. Without room nothing is made, so nothing is kept."""
-        indices = np.frombuffer(fill.keys, np.int64)
+        writer = self._writer
+        assert writer is not None
         collated = writer.plan(len(indices))
-        if not collated.written:
-            if slot is None or len(slot) < collated.nbytes:
-                return msg.NeedRoom(fill.serial, fill.generation, collated.nbytes, False)
-            self._page.fetch_together(0, len(indices))
-            if self._retry:
-                self._patiently(fill, lambda: writer.write(collated, indices, slot))
-            else:
-                writer.write(collated, indices, slot)
+        room = slot if slot is not None else np.empty(0, np.uint8)
+        if len(room) < collated.nbytes:
+            return msg.NeedRoom(fill.serial, fill.generation, collated.nbytes, False)
+        self._page.fetch_together(0, len(indices))
+        if self._retry:
+            self._patiently(fill, lambda: writer.write(collated, indices, room))
+        else:
+            writer.write(collated, indices, room)
         made = Kept(collated, len(indices), time.monotonic_ns() - began_ns, self._num_retried)
         return self._filled(fill, made, 0)
 
@@ -323,8 +339,9 @@ class Filler:
         return None
 
     def _call_for(self, fill: msg.Fill, start: int, stop: int) -> None:
-        if self._writer is not None and fill.int_keys:
-            indices = np.frombuffer(fill.keys, np.int64)[start:stop]
+        indices = self._indices_of(fill)
+        if self._writer is not None and indices is not None:
+            indices = indices[start:stop]
             collated = self._writer.plan(len(indices))
             self._writer.write(collated, indices, np.empty(collated.nbytes, np.uint8))
         elif self._getitems:

@@ -14,39 +14,63 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._core import dtypes
 from ringloader._runtime.options import Options
-from ringloader.arrays import ArrayDataset
+from ringloader.arrays import ArrayDataset, all_within
 from ringloader.collation import is_default
 
 _log = logging.getLogger("ringloader")
 
 Array = np.ndarray[Any, Any]
 
+# Samplers of these packages give numbers, whatever they choose.
+_HOMES = ("torch", "ringloader")
+
 
 def without_torch(dataset: Any, options: Options) -> Any:
     """Return what process workers are to read in the place of `dataset`: the same samples, or `dataset` itself.
 
-    User code that runs in the workers, to collate or at their start, is given the samples and the dataset that it expects.
+    User code that runs in the workers, to collate or at their start, is given the samples and the dataset that it expects; and
+    where samples are read one by one there would be nothing to gain, for they are tensors.
     """
     is_batched = options.batch_size is not None or options.batch_sampler is not None
     collates = options.collate_fn is not None and not is_default(options.collate_fn)
-    if not is_batched or collates or options.worker_init_fn is not None:
+    if not is_batched or collates or options.worker_init_fn is not None or options.seed_per == "sample":
+        return dataset
+    if not (_gives_numbers(options.sampler) and _gives_numbers(options.batch_sampler)):
         return dataset
     found = _replace(dataset)
-    if found is None:
+    if found is None or (options.output == "numpy" and found.has_torch_only):
         return dataset
     _log.info("dataset: torch's %s is read as arrays, for which workers need no torch", type(dataset).__qualname__)
     return found
 
 
+def _gives_numbers(sampler: Any) -> bool:
+    kind = type(sampler)
+    if sampler is None or kind is range or kind.__module__.split(".")[0] in _HOMES:
+        inner = getattr(sampler, "sampler", None)  # what a batch sampler batches
+        return inner is None or _gives_numbers(inner)
+    if kind is np.ndarray:
+        return bool(sampler.dtype.kind in "iu")
+    if kind in (list, tuple):
+        first = next(iter(sampler), 0)
+        return all(_is_number(key) for key in (first if isinstance(first, (list, tuple)) else [first]))
+    return False
+
+
+def _is_number(key: Any) -> bool:
+    return type(key) is int or isinstance(key, np.integer)
+
+
 def _replace(dataset: Any) -> TensorRows | SubsetRows | None:
-    torch = sys.modules.get("torch")
     home = sys.modules.get("torch.utils.data")
-    if torch is None or home is None:
+    if home is None:
         return None
     if type(dataset) is home.TensorDataset and vars(dataset).keys() == {"tensors"}:
         tensors = dataset.tensors
-        return TensorRows(*tensors) if tensors and all(map(_is_plain, tensors)) else None
+        is_readable = bool(tensors) and all(map(_is_plain, tensors)) and len({len(tensor) for tensor in tensors}) == 1
+        return TensorRows(*tensors) if is_readable else None
     if type(dataset) is home.Subset and vars(dataset).keys() == {"dataset", "indices"}:
         whole, places = _replace(dataset.dataset), _places(dataset.indices)
         return None if whole is None or places is None else SubsetRows(whole, places)
@@ -60,12 +84,23 @@ def _is_plain(tensor: Any) -> bool:
     return tensors.is_plain(tensor) and tensor.dim() > 0 and tensor.is_contiguous() and not vars(tensor)
 
 
-def _places(indices: Any) -> Array | None:
+def _places(indices: Any) -> Array | range | None:
+    """The indices of a `Subset`, where reading them once and for all is all that can be done with them."""
+    kind = type(indices)
+    if kind is range:
+        found: Array | range = indices
+        return found
+    if kind is sys.modules["torch"].Tensor and not indices.requires_grad and indices.is_cpu:
+        indices, kind = indices.detach().numpy(), np.ndarray
+    if kind in (list, tuple) and not all(map(_is_number, indices)):
+        return None
+    if kind not in (list, tuple, np.ndarray):
+        return None
     try:
         places = np.asarray(indices)
-    except (TypeError, ValueError, RuntimeError):
+    except (OverflowError, ValueError):
         return None
-    return places.astype(np.int64) if places.ndim == 1 and places.dtype.kind == "i" else None
+    return places.astype(np.int64) if places.ndim == 1 and places.dtype.kind in "iu" else None
 
 
 class TensorRows(ArrayDataset):
@@ -77,6 +112,7 @@ class TensorRows(ArrayDataset):
 
     def __init__(self, *tensors: Any) -> None:
         super().__init__(*tensors)
+        self.has_torch_only: bool = any(dtypes.is_torch_only(column.dtype) for column in self._columns)
         self._tensors: list[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,21 +130,21 @@ class TensorRows(ArrayDataset):
 
 
 class SubsetRows:
-    """Some rows of such a dataset, as torch's `Subset` picks them. places: int64."""
+    """Some rows of such a dataset, as torch's `Subset` picks them. places: int64, or a range."""
 
     draws_nothing = True
 
-    def __init__(self, whole: TensorRows | SubsetRows, places: Array) -> None:
+    def __init__(self, whole: TensorRows | SubsetRows, places: Array | range) -> None:
         self._whole = whole
         self._places = places
+        self.has_torch_only: bool = whole.has_torch_only
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return the row of a key."""
-        picked = self._places[key] if isinstance(key, (list, slice)) else self._places[operator.index(key)]
-        return self._whole[picked.tolist()]
+    def __getitem__(self, index: int) -> Any:
+        """Return a row."""
+        return self._whole[int(self._places[operator.index(index)])]
 
     def batch_spec(self, num_samples: int) -> Any:
         """Return what a batch of `num_samples` rows is made of."""
@@ -116,4 +152,6 @@ class SubsetRows:
 
     def write_batch(self, indices: Array, out: Any) -> None:
         """Write the rows `indices`, int64, into the arrays of `out`. Raises IndexError."""
-        self._whole.write_batch(self._places[indices], out)
+        indices = all_within(indices, len(self._places))
+        places = self._places
+        self._whole.write_batch(places.start + places.step * indices if isinstance(places, range) else places[indices], out)
