@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mib", type=int, default=2048, help="MiB of the arrays (2048)")
     parser.add_argument("--records", type=int, default=3_000_000, help="how many dicts (3,000,000)")
     parser.add_argument("--cases", nargs="+", choices=_CASES, default=list(_CASES), help="which datasets")
-    parser.add_argument("--json", type=Path, help="write all measurements here")
+    parser.add_argument("--loaders", nargs="+", choices=_STYLES, default=list(_STYLES), help="which loaders")
+    parser.add_argument("--json", type=Path, help="write all measurements here, after each")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -124,10 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     rows = []
     for case in args.cases:
-        for contender in _CASES[case]:
+        for contender in [one for one in _CASES[case] if one in args.loaders]:
             for num_workers in args.workers:
                 job = Job(case, contender, num_workers, args.mib << 20, args.records)
                 rows.append({**vars(job), **_run(job)})
+                if args.json is not None:
+                    report.write_json(args.json, {"rows": rows})
     columns = (
         "dataset",
         "loader",
