@@ -159,8 +159,6 @@ def unequal() -> Any:
 
 
 READ_WITH |= {
-    "own sampler": (lambda: TensorDataset(torch.arange(5)), {"sampler": Numbers()}),
-    "keys that are no numbers": (lambda: TensorDataset(torch.arange(9)), {"sampler": [slice(0, 3), [1, 4, 2], slice(6, 9)]}),
     "one by one": (lambda: TensorDataset(torch.arange(5)), {"seed_per": "sample"}),
     "what numpy lacks": (lambda: TensorDataset(torch.zeros(5, dtype=torch.bfloat16)), {"output": "numpy"}),
     "unequal": (unequal, {}),
@@ -179,6 +177,7 @@ def test_samplers_of_numbers_of_any_kind_need_no_torch() -> None:
         {"sampler": list(np.arange(5)), "batch_size": 2},
         {"batch_sampler": BatchSampler(SequentialSampler(dataset), 4, drop_last=False)},
         {"batch_sampler": [[1, 2], [5, -3]]},
+        {"sampler": Numbers(), "batch_size": 2},
     ]
     for options in made:
         with Loader(dataset, num_workers=1, **options) as loader:
@@ -187,6 +186,20 @@ def test_samplers_of_numbers_of_any_kind_need_no_torch() -> None:
         if isinstance(options.get("sampler"), SubsetRandomSampler):
             options["sampler"] = SubsetRandomSampler([4, 2, 9], torch.Generator().manual_seed(0))
         assert same(found, list(DataLoader(dataset, **options)))
+
+
+def test_keys_that_only_torch_takes_are_read_with_torch() -> None:
+    """Slices and lists as keys of single samples; to import torch for them is no batch's time, and no sample's fault."""
+    for dataset, sampler in (
+        (TensorDataset(*tensors()), [slice(0, 3), [1, 4, 2], slice(6, 9)]),
+        (Subset(TensorDataset(*tensors()), [4, 3, 2, 9, 9]), [slice(0, 3), slice(1, 4), slice(2, 5)]),
+        (READ_WITHOUT["range"](), [slice(0, 3)]),
+    ):
+        with Loader(dataset, batch_size=3, sampler=sampler, num_workers=1, timeout=0.5) as loader:
+            found = list(loader)
+            assert loader.stats().num_restarts == 0
+        with Loader(dataset, batch_size=3, sampler=sampler) as loader:
+            assert same(found, list(loader))
 
 
 @pytest.mark.parametrize("kind", READ_WITHOUT)

@@ -114,9 +114,15 @@ class Filler:
         self._getitems = None if self._seed_samples else getattr(dataset, "__getitems__", None)
         self._writer = Writer(dataset, collator) if collator.is_plain and not self._seed_samples and offers(dataset) else None
         self._writer_draws = not draws_nothing(dataset)
+        # What reading samples takes where batches are written, if anything: it is no batch's time.
+        self._prepare = getattr(dataset, "prepare_samples", None) if draws_nothing(dataset) else None
 
     def fill(self, fill: msg.Fill, slot: np.ndarray[Any, Any] | None) -> msg.FromWorker:
         """Carry out one Fill into `slot` (1-D uint8, None: no room yet) and return the answer."""
+        if self._prepare is not None and not fill.int_keys and self._indices_of(fill) is None:
+            self._page.stage(status.IMPORTING)
+            self._prepare()
+            self._prepare = None
         began_ns = time.monotonic_ns()
         self._page.begin(fill.serial, began_ns)
         self.preface = None

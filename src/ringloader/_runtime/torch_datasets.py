@@ -23,9 +23,6 @@ _log = logging.getLogger("ringloader")
 
 Array = np.ndarray[Any, Any]
 
-# Samplers of these packages give numbers, whatever they choose.
-_HOMES = ("torch", "ringloader")
-
 
 def without_torch(dataset: Any, options: Options) -> Any:
     """Return what process workers are to read in the place of `dataset`: the same samples, or `dataset` itself.
@@ -37,26 +34,11 @@ def without_torch(dataset: Any, options: Options) -> Any:
     collates = options.collate_fn is not None and not is_default(options.collate_fn)
     if not is_batched or collates or options.worker_init_fn is not None or options.seed_per == "sample":
         return dataset
-    if not (_gives_numbers(options.sampler) and _gives_numbers(options.batch_sampler)):
-        return dataset
     found = _replace(dataset)
     if found is None or (options.output == "numpy" and found.has_torch_only):
         return dataset
     _log.info("dataset: torch's %s is read as arrays, for which workers need no torch", type(dataset).__qualname__)
     return found
-
-
-def _gives_numbers(sampler: Any) -> bool:
-    kind = type(sampler)
-    if sampler is None or kind is range or kind.__module__.split(".")[0] in _HOMES:
-        inner = getattr(sampler, "sampler", None)  # what a batch sampler batches
-        return inner is None or _gives_numbers(inner)
-    if kind is np.ndarray:
-        return bool(sampler.dtype.kind in "iu")
-    if kind in (list, tuple):
-        first = next(iter(sampler), 0)
-        return all(_is_number(key) for key in (first if isinstance(first, (list, tuple)) else [first]))
-    return False
 
 
 def _is_number(key: Any) -> bool:
@@ -118,13 +100,17 @@ class TensorRows(ArrayDataset):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_tensors": None}
 
-    def __getitem__(self, key: Any) -> Any:
-        """Return the row of a key: whatever torch's indexing takes."""
+    def prepare_samples(self) -> None:
+        """Import torch, for keys that are no numbers: those rows are read one by one, and are tensors."""
         if self._tensors is None:
             from ringloader._collate import tensors
 
             self._tensors = [tensors.from_array(column.array, column.dtype) for column in self._columns]
-        return tuple([tensor[key] for tensor in self._tensors])
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the row of a key: whatever torch's indexing takes."""
+        self.prepare_samples()
+        return tuple([tensor[key] for tensor in self._tensors or ()])
 
     write_batch = ArrayDataset.write_batch  # said by this class: it reads samples in another way than the one it inherits from
 
@@ -142,9 +128,16 @@ class SubsetRows:
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, index: int) -> Any:
-        """Return a row."""
-        return self._whole[int(self._places[operator.index(index)])]
+    def prepare_samples(self) -> None:
+        """Import torch."""
+        self._whole.prepare_samples()
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the row of a number, or the rows of a slice or list, as torch's `Subset` does."""
+        if isinstance(key, (slice, list)):
+            picked = self._places[key] if isinstance(key, slice) else [self._places[one] for one in key]
+            return self._whole[list(map(int, picked))]
+        return self._whole[int(self._places[operator.index(key)])]
 
     def batch_spec(self, num_samples: int) -> Any:
         """Return what a batch of `num_samples` rows is made of."""
