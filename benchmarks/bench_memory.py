@@ -304,7 +304,8 @@ def _loader(job: Job, dataset: Any) -> Iterator[Any]:
     if job.contender == "ringloader":
         from ringloader import Loader
 
-        with Loader(dataset, num_workers=job.num_workers, **read) as loader:
+        # Out of order all workers get batches; in order such quick ones would be made by few.
+        with Loader(dataset, num_workers=job.num_workers, in_order=job.case != "tensors", **read) as loader:
             loader.start()
             yield loader
         return
