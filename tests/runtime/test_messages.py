@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -208,6 +209,19 @@ def _changed_code(folder: Path) -> list[str]:
             return [text for text in read(loader) if "changed" in text]
 
 
+def _stopped() -> list[str]:
+    """A worker that is stopped while it waits for work, and then gets some."""
+    with make(Numbers, timeout=0.4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        (worker,) = loader._engine.scheduler.workers.all  # type: ignore[union-attr]
+        assert wait_until(lambda: not worker.fills)
+        os.kill(loader.stats().worker_pids[0], signal.SIGSTOP)
+        with logged() as texts:
+            assert len(list(iterator)) == 4
+            return texts
+
+
 def _recycled() -> list[str]:
     with make(Numbers, faults=FaultPolicy(max_batches_per_worker=2)) as loader, logged() as texts:
         list(loader)
@@ -261,6 +275,7 @@ def cases(folder: Path) -> dict[str, Callable[[], list[str]]]:
         "the dataset calls os._exit": reading(data.LeavesAt7, faults=_ONCE),
         "a bad sample is skipped": reading(data.KilledAt7, faults=FaultPolicy(sample_deaths=1, on_bad_sample="skip")),
         "a worker exceeds timeout": reading(data.HangsAt7, timeout=0.4, faults=_ONCE),
+        "a worker begins none of its batches": _stopped,
         "a worker makes no progress within a sample": reading(data.HangsAt7, faults=FaultPolicy(sample_deaths=1, stall_s=0.4)),
         "a worker has used up its restarts": reading(data.KilledAt7, faults=FaultPolicy(restarts=0)),
         "a worker cannot be ended": _unreapable,

@@ -69,9 +69,8 @@ def _is_plain(tensor: Any) -> bool:
 def _places(indices: Any) -> Array | range | None:
     """The indices of a `Subset`, where reading them once and for all is all that can be done with them."""
     kind = type(indices)
-    if kind is range:
-        found: Array | range = indices
-        return found
+    if isinstance(indices, range):
+        return indices
     if kind is sys.modules["torch"].Tensor and not indices.requires_grad and indices.is_cpu:
         indices, kind = indices.detach().numpy(), np.ndarray
     if kind in (list, tuple) and not all(map(_is_number, indices)):
@@ -102,15 +101,18 @@ class TensorRows(ArrayDataset):
 
     def prepare_samples(self) -> None:
         """Import torch, for keys that are no numbers: those rows are read one by one, and are tensors."""
+        self._held_tensors()
+
+    def _held_tensors(self) -> list[Any]:
         if self._tensors is None:
             from ringloader._collate import tensors
 
             self._tensors = [tensors.from_array(column.array, column.dtype) for column in self._columns]
+        return self._tensors
 
     def __getitem__(self, key: Any) -> Any:
         """Return the row of a key: whatever torch's indexing takes."""
-        self.prepare_samples()
-        return tuple([tensor[key] for tensor in self._tensors or ()])
+        return tuple([tensor[key] for tensor in self._held_tensors()])
 
     write_batch = ArrayDataset.write_batch  # said by this class: it reads samples in another way than the one it inherits from
 
