@@ -49,7 +49,8 @@ def test_worker_hangs_is_killed_with_its_stack_and_replaced(tmp_path: Path, capl
 
 def test_worker_stopped_between_two_batches_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """It is given the next ones, and begins none: it has its time, as one that hangs in one."""
-    with Loader(FactorySpec(Numbers, 400), batch_size=10, num_workers=2, timeout=0.5) as loader:
+    # Long enough for the other one, which may have to wait for a core.
+    with Loader(FactorySpec(Numbers, 400), batch_size=10, num_workers=2, timeout=1.5) as loader:
         iterator = iter(loader)
         out = next(iterator)[1].tolist()
         assert wait_until(lambda: len(loader.stats().worker_pids) == 2)

@@ -86,7 +86,7 @@ def test_worker_with_all_the_batches_may_be_killed() -> None:
 def test_worker_that_hangs_with_all_the_batches_is_replaced(tmp_path: Path) -> None:
     """The one in progress is its fault, the others go on."""
     spec = FactorySpec(HangsOnce, 600, 8, str(tmp_path), [217, 455])
-    with Loader(spec, batch_size=10, num_workers=2, timeout=0.5, output="numpy") as loader:
+    with Loader(spec, batch_size=10, num_workers=2, timeout=1.5, output="numpy") as loader:
         assert [i for _, indices in loader for i in indices.tolist()] == list(range(600))
         assert loader.stats().num_restarts == 2
         assert loader.skipped == []
