@@ -195,7 +195,7 @@ def test_keys_that_only_torch_takes_are_read_with_torch() -> None:
         (Subset(TensorDataset(*tensors()), [4, 3, 2, 9, 9]), [slice(0, 3), slice(1, 4), slice(2, 5)]),
         (READ_WITHOUT["range"](), [slice(0, 3)]),
     ):
-        with Loader(dataset, batch_size=3, sampler=sampler, num_workers=1, timeout=0.5) as loader:
+        with Loader(dataset, batch_size=3, sampler=sampler, num_workers=1, timeout=1.0) as loader:
             found = list(loader)
             assert loader.stats().num_restarts == 0
         with Loader(dataset, batch_size=3, sampler=sampler) as loader:
