@@ -82,7 +82,8 @@ class SharedRecords(Shared, Sequence[Any]):
         return offsets
 
     def _take_up(self) -> None:
-        view = memoryview(self._mapping)  # type: ignore[arg-type]
+        assert self._mapping is not None
+        view = self._mapping.view()
         start, num = self._facts["offsets"], self._facts["num"]
         self._data: memoryview | None = view
         self._offsets: memoryview | None = view[start : start + 8 * (num + 1)].cast("Q")

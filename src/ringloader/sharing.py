@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -170,8 +169,7 @@ class SharedArrays(Shared, Mapping[str, Any]):
         assert descriptor is not None
         self._descriptor = descriptor.dup()  # the old one closes with the old mapping
         self._map(shared=False)
-        finalizer = weakref.finalize(self._mapping, self._descriptor.close)
-        finalizer.atexit = False
+        self._close_with_mapping(self._descriptor)
 
     @classmethod
     def _copy_of(cls, built: Any, *, writable: bool) -> SharedArrays:

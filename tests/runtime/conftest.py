@@ -55,8 +55,8 @@ def wait_until(condition: object, within_s: float = 5.0) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def _frozen() -> None:
-    """What has been imported is there to stay: looking through torch's hundred thousand objects for garbage after every test took a
-    third of the suite's time."""
+    """What has been imported is there to stay: looking through torch's objects for garbage after every test took a third
+    of the suite's time."""
     gc.collect()
     gc.freeze()
 

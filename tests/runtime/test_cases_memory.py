@@ -236,6 +236,8 @@ if __name__ == "__main__":
                 os.kill(loader.stats().worker_pids[epoch], signal.SIGKILL)
             got += batch[:, 0].tolist()
         assert got == list(range(400))
+    if sys.argv[1] == "kill":
+        assert wait_until(lambda: loader.stats().num_restarts == 2)  # the other worker may have read all the rest
     if sys.argv[1] == "close":
         loader.close()
     print(loader.stats().num_restarts, *loader.stats().worker_pids)

@@ -113,10 +113,7 @@ def test_each_large_leaf_lies_in_its_slot_with_a_storage_of_its_own() -> None:
         for rows, indices in loader:
             engine = loader._engine
             assert engine is not None
-            ranges = [
-                (np.frombuffer(segment.mapping, np.uint8).ctypes.data, segment.nbytes)
-                for segment in engine.ring.segments.values()
-            ]
+            ranges = [(segment.mapping.array(1).ctypes.data, segment.nbytes) for segment in engine.ring.segments.values()]
             assert any(start <= rows.data_ptr() < start + nbytes for start, nbytes in ranges)
             assert rows.untyped_storage().nbytes() == rows.nbytes
             # A small leaf beside one 64 times larger has been copied out, so that keeping it keeps no slot.

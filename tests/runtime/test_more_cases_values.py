@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
@@ -193,7 +192,7 @@ def test_b87_dataclasses_of_a_collate_fn_keep_type_and_lie_in_a_slot(num_workers
             assert batch.x[:, 5].tolist() == indices
             engine = loader._engine
             assert engine is not None
-            starts = {np.frombuffer(one.mapping, np.uint8).ctypes.data: one.nbytes for one in engine.ring.segments.values()}
+            starts = {one.mapping.array(1).ctypes.data: one.nbytes for one in engine.ring.segments.values()}
             address = torch.as_tensor(batch.x).data_ptr()
             assert any(start <= address < start + nbytes for start, nbytes in starts.items())
 

@@ -5,7 +5,6 @@ Owns the form of the settings that travel in a Setup; the same functions serve i
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from ringloader import factory
 from ringloader._collate.collate import Collator
 from ringloader._core.policy import SampleRetry
+from ringloader._runtime.pages import map_file
 from ringloader._specs import main_module
 from ringloader.collation import make_collator
 from ringloader.factory import FactorySpec
@@ -45,9 +45,8 @@ def build_dataset(settings: dict[str, Any], payload: list[int]) -> Any:
         return FactorySpec.from_wire(settings["spec"]).build()
     fd, sizes = payload[0], settings["payload_sizes"]
     # Private: what a dataset writes to its own arrays stays in this worker, and what it only reads is shared by all.
-    mapping = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    view, parts, start = map_file(fd, os.fstat(fd).st_size, shared=False).view(), [], 0
     os.close(fd)
-    view, parts, start = memoryview(mapping), [], 0
     for size in sizes:
         parts.append(view[start : start + size])
         start += -(-size // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT

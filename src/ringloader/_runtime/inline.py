@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ringloader._core import messages as msg
 from ringloader._core.events import WorkerBroken, WorkerExited, WorkerView
 from ringloader._runtime.as_worker import LENDING, AsWorker
@@ -131,7 +129,7 @@ class InlinePool:
         assert filler is not None
         slot = None
         if segment is not None and fill.capacity:
-            slot = np.frombuffer(segment.mapping, np.uint8, fill.capacity, fill.offset)
+            slot = segment.mapping.array(fill.capacity, fill.offset)
         with LENDING, self._as_worker():
             while self._dropped:
                 filler.drop_session(self._dropped.popleft())

@@ -17,8 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from ringloader._core.units import in_words
 from ringloader._runtime import memory
 from ringloader._runtime.cuda import Cuda, CudaError
@@ -93,7 +91,7 @@ class Pins:
                 return refusal
             self._charged.add(segment_id)
         began_s = time.monotonic()
-        address = int(np.frombuffer(segment.mapping, np.uint8, 1).ctypes.data)
+        address = int(segment.mapping.array(1).ctypes.data)
         if segment_id in self._addresses:
             self._cuda.unregister(address)
         self._addresses[segment_id] = address

@@ -180,7 +180,7 @@ class Ring:
 
     def root(self, slot: Slot, nbytes: int) -> np.ndarray[Any, Any]:
         """Return the first `nbytes` of a slot as a new uint8 array: the one object that all views of this lease keep alive."""
-        root = np.frombuffer(self.segments[slot.segment_id].mapping, np.uint8, nbytes, slot.offset)
+        root = self.segments[slot.segment_id].mapping.array(nbytes, slot.offset)
         if isinstance(root.base, np.ndarray):
             # numpy collapses chains of arrays: views would then point past the root, and the lease would end under them.
             raise InternalError("the root of a lease must not be a view of an array")
@@ -204,7 +204,7 @@ class Ring:
     def mark_free(self, slot: Slot) -> None:
         """Where `marks_free`: fill a slot that has become free with a marker."""
         if slot.segment_id in self.segments:
-            np.frombuffer(self.segments[slot.segment_id].mapping, np.uint8, slot.capacity, slot.offset)[:] = MARKER
+            self.segments[slot.segment_id].mapping.array(slot.capacity, slot.offset)[:] = MARKER
 
     def alive(self) -> set[Key]:
         """The leases whose memory somebody can still see."""

@@ -8,7 +8,6 @@ cannot be left behind, whoever is killed. Where `/dev/shm` is too small a segmen
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,7 +15,8 @@ from typing import Any, TypeVar
 import posix_ipc
 
 from ringloader._core.units import in_words
-from ringloader._runtime import memory
+from ringloader._runtime import memory, pages
+from ringloader._runtime.pages import Mapping
 
 _Result = TypeVar("_Result")
 
@@ -32,7 +32,6 @@ _LACKS = {
     errno.EMFILE: "this process has no descriptors left (ulimit -n)",
     errno.ENFILE: "the system has no descriptors left",
 }
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; mmap.madvise passes the number through
 
 
 class RoomError(Exception):
@@ -45,7 +44,7 @@ class Segment:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
-        self._mapping: mmap.mmap | None = None
+        self._mapping: Mapping | None = None
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -70,11 +69,11 @@ class Segment:
         return cls(fd, nbytes)
 
     @property
-    def mapping(self) -> mmap.mmap:
+    def mapping(self) -> Mapping:
         """The whole segment, shared and writable. It is unmapped when its last view is gone, not before."""
         return self._mapping if self._mapping is not None else self.map()
 
-    def map(self) -> mmap.mmap:
+    def map(self) -> Mapping:
         """Map the segment if it is not mapped yet. Raises RoomError, and gives the memory back."""
         if self._mapping is None:
             try:
@@ -92,18 +91,9 @@ class Segment:
         self._mapping = None
 
 
-def map_shared(fd: int, nbytes: int) -> mmap.mmap:
+def map_shared(fd: int, nbytes: int) -> Mapping:
     """Map a segment for reading and writing, without touching its pages. Raises RoomError."""
-    return _translate(mmap.mmap, fd, nbytes)
-
-
-def populate(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Make the pages of a range present in this process, so that writing to them does not fault one by one."""
-    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE, start, offset + nbytes - start)
-    except OSError:
-        pass  # an older kernel: pages fault in as they are written
+    return _translate(pages.map_file, fd, nbytes)
 
 
 def check_room(nbytes: int) -> None:
@@ -147,11 +137,13 @@ def _forget_name(name: str) -> None:
 
 
 def reserve(fd: int, nbytes: int, start: int = 0) -> None:
-    """Reserve a file's bytes from `start` on. Raises RoomError."""
+    """Reserve a file's bytes from `start` on, in huge pages where that can be. Raises RoomError."""
+    huge = pages.HugePages(fd, nbytes)
     for at in range(start, nbytes, _STEP_NBYTES):
         step = min(_STEP_NBYTES, nbytes - at)
         if at:
             check_room(nbytes - at)
+        _translate(huge.ask, at, step)
         _translate(os.posix_fallocate, fd, at, step)
 
 

@@ -7,7 +7,6 @@ attach and remove what has a name is named.py's. Must not know what is in the me
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from ringloader._core.policy import check_duration
 from ringloader._core.units import in_words
 from ringloader._runtime import named, segment
 from ringloader._runtime.named import Descriptor, Partial
+from ringloader._runtime.pages import Mapping, map_file
 from ringloader._specs import handles
 from ringloader._specs.handles import Shareable
 from ringloader.errors import ClosedError, ConfigError
@@ -68,23 +68,26 @@ class Shared(Shareable):
         self._name = ""
         self._is_writable = bool(facts.get("writable"))
         self._given_fd = fd
-        self._mapping: mmap.mmap | None = None
+        self._mapping: Mapping | None = None
         self._map(shared=self._is_writable)
         if descriptor is not None:
             # What has a name is in use, and its descriptor holds the lock, as long as anything of it is mapped.
-            finalizer = weakref.finalize(self._mapping, descriptor.close)
-            finalizer.atexit = False
+            self._close_with_mapping(descriptor)
+
+    def _close_with_mapping(self, descriptor: Descriptor) -> None:
+        assert self._mapping is not None
+        finalizer = weakref.finalize(self._mapping.memory, descriptor.close)
+        finalizer.atexit = False
 
     def _map(self, *, shared: bool) -> None:
         """Map the memory: to be written to and seen by all, or privately. Then arrays over it are read-only, and tensors,
         which cannot be, write to pages of this process's own."""
         through = named.unlocked(self.fileno())
         try:
-            flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-            self._mapping = mmap.mmap(through, self._nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._mapping = map_file(through, self._nbytes, shared=shared)
         finally:
             os.close(through)
-        self._memory: Array | None = np.frombuffer(self._mapping, np.uint8)
+        self._memory: Array | None = self._mapping.array(self._nbytes)
         self._memory.flags.writeable = shared
         status = os.fstat(self.fileno())
         self._place = (status.st_dev, status.st_ino)
@@ -111,8 +114,7 @@ class Shared(Shareable):
             status = os.fstat(found.fd)
             if (status.st_dev, status.st_ino) == self._place:
                 self._descriptor = found
-                finalizer = weakref.finalize(self._mapping, found.close)
-                finalizer.atexit = False
+                self._close_with_mapping(found)
                 return
             found.close()
         raise ClosedError(

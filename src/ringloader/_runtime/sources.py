@@ -175,7 +175,7 @@ def _pickle(dataset: Any) -> tuple[int, list[int], PickledDataset]:
             option="dataset",
             value=pickled.nbytes,
         ) from error
-    view, start = memoryview(segment.mapping), 0
+    view, start = segment.mapping.view(), 0
     for part, size in zip(parts, padded, strict=True):
         view[start : start + part.nbytes] = part.cast("B")
         start += size

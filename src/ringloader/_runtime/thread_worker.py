@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import mmap
 import random
 import sys
 import threading
@@ -23,11 +22,11 @@ import numpy as np
 
 from ringloader._core import messages as msg
 from ringloader._core.events import Death, WorkerBroken, WorkerExited
-from ringloader._runtime import segment as segments
 from ringloader._runtime import status
 from ringloader._runtime.as_worker import LENDING, AsWorker
 from ringloader._runtime.building import check_built, describe
 from ringloader._runtime.filler import Filler
+from ringloader._runtime.pages import Mapping
 from ringloader._runtime.pool import Fact
 from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.sources import LocalBuild
@@ -40,7 +39,7 @@ logger = logging.getLogger("ringloader")
 
 
 # A Fill with the mapping of its segment, the end of something, or None: the end.
-_Said = tuple[msg.Fill, mmap.mmap | None] | msg.Call | msg.Cancel | msg.DropSession | None
+_Said = tuple[msg.Fill, Mapping | None] | msg.Call | msg.Cancel | msg.DropSession | None
 _RunCall = Callable[[msg.Call], msg.Called]
 
 
@@ -287,7 +286,7 @@ class Run:
                 continue
             self._fill(filler, fill, mapping)
 
-    def _fill(self, filler: _InShared, fill: msg.Fill, mapping: mmap.mmap | None) -> None:
+    def _fill(self, filler: _InShared, fill: msg.Fill, mapping: Mapping | None) -> None:
         # While the first batch of an epoch is made its consumer waits for it, and does not draw.
         watch = fill.batch_id == 0 and not self._shared.is_warned
         before = _generators() if watch else None
@@ -306,15 +305,15 @@ class Run:
         self._say(answer)
         filler.done(made=isinstance(answer, msg.Filled))
 
-    def _slot(self, fill: msg.Fill, mapping: mmap.mmap | None) -> np.ndarray[Any, Any] | None:
+    def _slot(self, fill: msg.Fill, mapping: Mapping | None) -> np.ndarray[Any, Any] | None:
         if mapping is None or fill.slot_id == msg.NO_SLOT or not fill.capacity:
             return None
         place = (fill.segment_id, fill.offset)
         if place not in self._member.populated:
             self._member.populated.add(place)
             self._member.page.stage(status.POPULATING)
-            segments.populate(mapping, fill.offset, fill.capacity)
-        return np.frombuffer(mapping, np.uint8, fill.capacity, fill.offset)
+            mapping.populate(fill.offset, fill.capacity)
+        return mapping.array(fill.capacity, fill.offset)
 
 
 def _generators() -> tuple[Any, ...]:

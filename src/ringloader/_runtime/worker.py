@@ -25,6 +25,7 @@ from ringloader._core.digests import attribute_digests
 from ringloader._runtime import segment, status
 from ringloader._runtime.causes import LAST_WORDS
 from ringloader._runtime.filler import Filler
+from ringloader._runtime.pages import Mapping
 from ringloader._runtime.pipe import BlockingPipe, Closed
 from ringloader._runtime.seeding import LateImports, Seeder
 from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
@@ -70,7 +71,7 @@ class _Worker:
         self._pipe = pipe
         self._pid = os.getpid()
         self._inbox: deque[tuple[msg.Message, list[int]]] = deque()
-        self._segments: dict[int, mmap.mmap] = {}
+        self._segments: dict[int, Mapping] = {}
         self._populated: dict[tuple[int, int], int] = {}
         self._page: StatusPage | None = None
 
@@ -184,7 +185,7 @@ class _Worker:
         for (segment_id, nbytes), fd in zip(fill.attach, fds, strict=True):
             mapping = self._segments[segment_id] = segment.map_shared(fd, nbytes)
             # A child that the dataset forks and that comes back from it by mistake must not write into slots.
-            mapping.madvise(mmap.MADV_DONTFORK)
+            mapping.memory.madvise(mmap.MADV_DONTFORK)
             os.close(fd)
 
     def _slot(self, fill: msg.Fill) -> np.ndarray[Any, Any] | None:
@@ -196,8 +197,8 @@ class _Worker:
             self._populated[place] = fill.capacity
             if self._page is not None:
                 self._page.stage(status.POPULATING)
-            segment.populate(mapping, fill.offset, fill.capacity)
-        return np.frombuffer(mapping, np.uint8, fill.capacity, fill.offset)
+            mapping.populate(fill.offset, fill.capacity)
+        return mapping.array(fill.capacity, fill.offset)
 
     def _drop(self, segment_id: int) -> None:
         self._segments.pop(segment_id, None)
