@@ -6,7 +6,6 @@ memory go once, into one segment that all workers share. Must not import torch.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 from ringloader._core import dtypes
 from ringloader._core.array_spec import ArraySpec
+from ringloader._core.blake2 import blake2b
 from ringloader._specs import mapped
 from ringloader._specs.handles import Shareable
 from ringloader.datasets import Dataset
@@ -232,7 +232,7 @@ class _Column:
 
 
 def _fingerprint(columns: Sequence[_Column]) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    found = blake2b(digest_size=8)
     for column in columns:
         array = column.array
         found.update(f"{column.dtype} {array.shape} ".encode())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ringloader._core.bad_samples import BadSamples
-from ringloader._core.events import Keys
+from ringloader._core.batch_keys import Keys
 from ringloader._runtime import lifetime
 from ringloader._runtime.cuda import Copy
 from ringloader._runtime.engine import Engine

@@ -9,7 +9,6 @@ not import torch: a process group can only be initialised in a process whose own
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringloader._core.batching import num_rank_samples
+from ringloader._core.blake2 import blake2b
 from ringloader._core.permutation import Int64Array, Permutation
 from ringloader.errors import ConfigError
 
@@ -347,7 +347,7 @@ def _one_by_one(parts: Iterator[Int64Array]) -> Iterator[int]:
 
 def _raw(seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
     """Numbers start to stop - 1 of the stream of (seed, epoch). Source: Philox4x64, whose raw stream is frozen."""
-    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=16, person=b"draws").digest()
+    digest = blake2b(f"{seed}:{epoch}".encode(), digest_size=16, person=b"draws").digest()
     generator = np.random.Philox(key=np.frombuffer(digest, "<u8").astype(np.uint64))
     # It makes four numbers a step, and advances by steps.
     generator.advance(start // 4)

@@ -19,12 +19,13 @@ import numpy as np
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core import values
-from ringloader._core.events import Keys
+from ringloader._core.batch_keys import Keys, pack_keys
 from ringloader._core.policy import FaultPolicy, PoolPolicy
 from ringloader._core.scheduler import Scheduler
-from ringloader._core.session import Batch, Session, pack_keys
+from ringloader._core.session import Batch, Session
 from ringloader._core.slots import SlotState
 from ringloader._core.streams import Streams, stream_keys
+from ringloader._core.views import WorkerView
 
 Word = tuple[object, ...]
 
@@ -281,15 +282,15 @@ class Simulation:
 
     # --- workers --------------------------------------------------------------------------------------------------------
 
-    def observe(self, worker_id: int, incarnation: int) -> ev.WorkerView | None:
+    def observe(self, worker_id: int, incarnation: int) -> WorkerView | None:
         worker = self.workers.get((worker_id, incarnation))
         if worker is None:
             return None
         if worker.running is None:
-            return ev.WorkerView(-1, -1, 0.0, "idle")
+            return WorkerView(-1, -1, 0.0, "idle")
         start, num_samples = self.place(worker.running)
         fetching = self.rng.random() < 0.8
-        return ev.WorkerView(worker.running.serial, start, worker.began_s, "fetching", fetching, num_samples=num_samples)
+        return WorkerView(worker.running.serial, start, worker.began_s, "fetching", fetching, num_samples=num_samples)
 
     def place(self, fill: msg.Fill) -> tuple[int, int]:
         """Which samples of a Fill are being fetched: the first, and how many."""

@@ -8,10 +8,11 @@ import pytest
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core.bad_samples import BadSamples
+from ringloader._core.batch_keys import pack_keys
 from ringloader._core.blame import cuts
 from ringloader._core.policy import FaultPolicy, PoolPolicy
 from ringloader._core.scheduler import Scheduler
-from ringloader._core.session import Batch, BatchState, Session, pack_keys
+from ringloader._core.session import Batch, BatchState, Session
 from ringloader._core.workers import WorkerState
 
 

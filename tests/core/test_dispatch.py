@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from ringloader._core import messages as msg
+from ringloader._core.batch_keys import pack_keys
 from ringloader._core.scheduler import Scheduler
-from ringloader._core.session import Session, pack_keys
+from ringloader._core.session import Session
 from tests.core.deciding import filled, fills, scheduler, sent
 
 QUICK_NS = 20_000

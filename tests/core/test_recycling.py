@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
-from ringloader._core.session import Session, pack_keys
+from ringloader._core.batch_keys import pack_keys
+from ringloader._core.session import Session
 from ringloader._core.streams import Streams, stream_keys
+from ringloader._core.views import WorkerView
 from ringloader._core.workers import STOP_S, WorkerState
 from tests.core.deciding import filled, fills, scheduler, sent
 
@@ -84,7 +86,7 @@ def test_limit_that_is_reached_at_once_is_said_to_be_low_and_not_heeded_for_a_wh
     """A worker that is larger than its limit from the start must not be replaced again and again."""
     core = scheduler(max_worker_rss=1 << 20)
     worker = core.workers.all[0]
-    view = ev.WorkerView(-1, -1, 0.0, "idle", private_nbytes=2 << 20)
+    view = WorkerView(-1, -1, 0.0, "idle", private_nbytes=2 << 20)
     core.supervision.recycling.look_at(worker, view)
     sent(core)
     core.receive(0, 2, msg.Ready(1, {"length": 100}), 1.0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 from ringloader._core import events as ev
+from ringloader._core.batch_keys import pack_keys
 from ringloader._core.messages import Filled
 from ringloader._core.room import Room
-from ringloader._core.session import Batch, Session, pack_keys
+from ringloader._core.session import Batch, Session
 from ringloader._core.slots import SlotEvent, SlotState
 
 _FILLED = Filled(1, 1, 0, b"", b"", b"", 60, 60, 2, 0, 0, 0)

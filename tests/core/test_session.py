@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ringloader._core.batch_keys import pack_keys, unpack_keys
 from ringloader._core.messages import Filled
-from ringloader._core.session import BatchState, Session, pack_keys, unpack_keys
+from ringloader._core.session import BatchState, Session
 
 _FILLED = Filled(1, 1, 0, b"", b"", b"", 10, 10, 2, 0, 0, 0)
 

@@ -16,10 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
+from ringloader._core.batch_keys import pack_keys
 from ringloader._core.policy import FaultPolicy, PoolPolicy
 from ringloader._core.scheduler import Scheduler
-from ringloader._core.session import Session, pack_keys
+from ringloader._core.session import Session
 from ringloader._core.slots import SlotState
+from ringloader._core.views import WorkerView
 from ringloader._core.workers import WorkerState
 
 _NBYTES = 64
@@ -166,9 +168,9 @@ class Pool(RuleBasedStateMachine):
         """Fills that have been at work longer than `timeout` by then are overdue."""
         began_s, self.now_s = self.now_s, self.now_s + seconds
 
-        def observe(worker_id: int, incarnation: int) -> ev.WorkerView | None:
+        def observe(worker_id: int, incarnation: int) -> WorkerView | None:
             queue = self.queues.get((worker_id, incarnation))
-            return None if queue is None else ev.WorkerView(queue[0].serial if queue else -1, 0, began_s, "fetching", True)
+            return None if queue is None else WorkerView(queue[0].serial if queue else -1, 0, began_s, "fetching", True)
 
         self.core.workers.look_at_s = self.now_s  # in time: this process did run
         self.act(lambda: self.core.tick(self.now_s, observe))

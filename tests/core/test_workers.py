@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ringloader._core.events import WorkerView
 from ringloader._core.messages import Fill
 from ringloader._core.policy import FaultPolicy, PoolPolicy
+from ringloader._core.views import WorkerView
 from ringloader._core.workers import Workers, WorkerState
 from ringloader.errors import ConfigError
 

@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from ringloader._runtime import causes
-from ringloader._runtime.causes import LAST_WORDS, OomCounts, likely_cause
+from ringloader._runtime.causes import OomCounts, likely_cause
+from ringloader._runtime.words import LAST_WORDS
 
 
 class Clock:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringloader import ClosedError, ConfigError, FactorySpec, LayoutError, Loader, RingFullError, record_stream, release
-from ringloader._core.session import pack_keys
+from ringloader._core.batch_keys import pack_keys
 from ringloader._core.slots import SlotState
 from ringloader._runtime import cuda, lifetime, memory
 from ringloader._runtime.ring import Ring

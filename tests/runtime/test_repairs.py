@@ -13,6 +13,7 @@ import pytest
 from ringloader import InternalError, Loader
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
+from ringloader._core.batch_keys import Keys
 from ringloader._core.room import Room
 from ringloader._runtime import segment
 from ringloader._runtime.process import WorkerProcess
@@ -58,7 +59,7 @@ def test_fill_that_was_answered_inline_is_not_carried_out_again() -> None:
         loader.start()
         engine = loader._running()
         session = engine.open_session(0, in_order=True)
-        keys = ev.Keys(np.arange(4).tobytes(), True, 0)
+        keys = Keys(np.arange(4).tobytes(), True, 0)
         engine.pump.step([], lambda: engine.scheduler.submit(session.session_id, 0, keys))
         for _ in range(3):  # as if what comes between were broken into each time
             engine.backend.wait(None)

@@ -8,13 +8,14 @@ not sampled. Must not call methods of user classes.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+
+from ringloader._core.blake2 import blake2b
 
 # Elements looked at per container, by depth: a list of 3 million strings costs 256 looks, a list of lists at most 256 × 16 × 4.
 _SAMPLED = (256, 16, 4, 2)
@@ -37,7 +38,7 @@ def attribute_digests(dataset: object) -> dict[str, str]:
 
 def value_digest(value: Any) -> str | None:
     """Return the digest of one value, None when it is not plain."""
-    hasher = hashlib.blake2b(digest_size=8)
+    hasher = blake2b(digest_size=8)
     return hasher.hexdigest() if _feed(hasher, value, 0) else None
 
 
@@ -137,7 +138,7 @@ def _feed_set(hasher: Any, elements: Any, depth: int) -> None:
         return
     parts = []
     for element in elements:
-        part = hashlib.blake2b(digest_size=8)
+        part = blake2b(digest_size=8)
         _feed(part, element, depth + 1)
         parts.append(part.digest())
     hasher.update(b"".join(sorted(parts)))

@@ -11,15 +11,6 @@ from ringloader._core.records import record
 
 
 @record
-class Keys:
-    """The keys of one batch as they travel: packed int64 or a coded list. `position` keys its random draws."""
-
-    packed: bytes
-    int_keys: bool
-    position: int
-
-
-@record
 class Death:
     """How a worker ended, in facts. `returncode` None: the status could not be had. `serial` -1: no Fill was in progress.
 
@@ -194,26 +185,3 @@ Command = (
     | DropSession
     | Warn
 )
-
-
-@record
-class WorkerView:
-    """What a worker's status page says: the Fill in progress (-1: none), its sample, when it began, and the stage in words.
-
-    is_fetching: `num_samples` samples from `sample` on are fetched in one call, and to blame for what happens. trace: its
-    stack, once it was taken. private_nbytes: memory that is its own, 0 where that is not known.
-    """
-
-    serial: int
-    sample: int
-    began_s: float
-    stage: str
-    is_fetching: bool = False
-    trace: str = ""
-    num_samples: int = 1
-    private_nbytes: int = 0
-
-    @property
-    def blamed(self) -> int:
-        """The first place that is to blame for what happens now, -1: none."""
-        return self.sample if self.is_fetching else -1

@@ -10,10 +10,11 @@ MurmurHash3's 64-bit finalizer (the round function).
 from __future__ import annotations
 
 import functools
-import hashlib
 
 import numpy as np
 import numpy.typing as npt
+
+from ringloader._core.blake2 import blake2b
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -50,7 +51,7 @@ class Permutation:
         """Return 16 hexadecimal digits over algorithm, n and 8 spread elements: tells whether a saved state still fits."""
         positions = [index * (self.n - 1) // 7 for index in range(8)] if self.n else []
         elements = self.at(np.array(positions, np.int64)).astype("<i8").tobytes()
-        return hashlib.blake2b(f"{self.algorithm} {self.n} ".encode() + elements, digest_size=8).hexdigest()
+        return blake2b(f"{self.algorithm} {self.n} ".encode() + elements, digest_size=8).hexdigest()
 
     @functools.cached_property
     def _sorted(self) -> Int64Array:
@@ -123,5 +124,5 @@ def _mix(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint6
 
 
 def _key(seed: int, epoch: int, num_words: int) -> npt.NDArray[np.uint64]:
-    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * num_words, person=b"permutation")
+    digest = blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * num_words, person=b"permutation")
     return np.frombuffer(digest.digest(), "<u8").astype(np.uint64)

@@ -17,6 +17,7 @@ from ringloader._core.calls import Calls
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.session import Session
 from ringloader._core.units import in_words
+from ringloader._core.views import WorkerView
 from ringloader._core.workers import Worker, Workers, WorkerState
 
 # A limit that is reached after fewer batches than this is too low, and is not heeded again for a while.
@@ -40,7 +41,7 @@ class Recycling:
         self._sessions = sessions
         self._outbox = outbox
 
-    def look_at(self, worker: Worker, view: ev.WorkerView | None) -> None:
+    def look_at(self, worker: Worker, view: WorkerView | None) -> None:
         """Mark a worker that has grown beyond its limit."""
         limit = self._limits.max_worker_rss
         if self._is_on and limit is not None and view is not None and view.private_nbytes > limit:

@@ -22,6 +22,7 @@ from typing import Any
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
+from ringloader._core.batch_keys import Keys
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.room import Room, writer_mark
 from ringloader._core.session import Batch, BatchState, Fault, Session
@@ -103,7 +104,7 @@ class Scheduler:
             self.outbox.append(ev.DropSession(session_id))
         self.room.refusal = None
 
-    def submit(self, session_id: int, batch_id: int, keys: ev.Keys) -> None:
+    def submit(self, session_id: int, batch_id: int, keys: Keys) -> None:
         """The sampler gave the next batch."""
         session = self.sessions[session_id]
         batch = session.submit(batch_id, keys)

@@ -14,11 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from ringloader._core import values
 from ringloader._core.bad_samples import BadSamples
-from ringloader._core.events import Keys
+from ringloader._core.batch_keys import Keys, pack_keys, unpack_keys
 from ringloader._core.messages import NO_SLOT, Failed, Filled
 from ringloader._core.streams import Streams
 
@@ -309,27 +306,3 @@ class Session:
         batch.num_range_deaths, batch.suspect, batch.cuts = 0, None, b""
         self.wait(batch)
         return True
-
-
-def pack_keys(keys: object, position: int) -> Keys:
-    """Pack a batch's keys: an int64 array or ints as packed int64, anything else as a coded list.
-
-    Raises TypeError for a key of a type that cannot travel.
-    """
-    if isinstance(keys, np.ndarray) and keys.dtype == np.int64:
-        return Keys(keys.tobytes(), True, position)
-    listed = list(keys)  # type: ignore[call-overload]
-    if set(map(type, listed)) == {int}:
-        try:
-            return Keys(np.array(listed, np.int64).tobytes(), True, position)
-        except OverflowError:
-            pass
-    return Keys(values.encode(listed), False, position)
-
-
-def unpack_keys(keys: Keys) -> list[object]:
-    """Return the keys as Python values."""
-    if keys.int_keys:
-        return np.frombuffer(keys.packed, np.int64).tolist()  # type: ignore[no-any-return]
-    listed: list[object] = values.decode(keys.packed)
-    return listed

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ringloader._core import values
-from ringloader._core.events import Keys
+from ringloader._core.batch_keys import Keys
 
 _NO_STATE = -1
 # How a state is packed: as plain values, or, where it holds others (generators, arrays), as a pickle.

@@ -22,9 +22,10 @@ from ringloader._core.recycling import Recycling
 from ringloader._core.room import Room
 from ringloader._core.session import Batch, BatchState, Session
 from ringloader._core.units import counted
+from ringloader._core.views import WorkerView
 from ringloader._core.workers import STOP_S, Worker, Workers, WorkerState
 
-Observe = Callable[[int, int], ev.WorkerView | None]  # worker id and incarnation →
+Observe = Callable[[int, int], WorkerView | None]  # worker id and incarnation →
 
 
 class Supervision:
@@ -212,7 +213,7 @@ class Supervision:
         self._outbox.append(ev.KillWorker(worker.worker_id, worker.incarnation, dump))
         self.workers.plan_look(now_s)
 
-    def _abandon(self, worker: Worker, view: ev.WorkerView | None, now_s: float) -> None:
+    def _abandon(self, worker: Worker, view: WorkerView | None, now_s: float) -> None:
         """It was killed and does not end: leave its slots alone, make its batches elsewhere."""
         story = (
             f"worker {worker.worker_id} ({worker.who}, incarnation {worker.incarnation}) was told to end and does not, and is "

@@ -11,9 +11,9 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from ringloader._core.events import WorkerView
 from ringloader._core.messages import Fill
 from ringloader._core.policy import PoolPolicy
+from ringloader._core.views import WorkerView
 
 # The watcher looks at this interval when nothing else is due; a look that comes this much late means we did not run.
 LOOK_S = 1.0

@@ -12,9 +12,8 @@ import signal
 import time
 
 from ringloader._runtime.memory import oom_kills
+from ringloader._runtime.words import LAST_WORDS
 
-# How a worker that leaves by itself says why, before its stack.
-LAST_WORDS = "last words: "
 # The kernel may end several workers at once: the first death that is looked into shows the growth, those after it do not.
 _SAME_S = 2.0
 _LOOK_S = 1.0

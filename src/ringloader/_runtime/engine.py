@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ringloader._core import events as ev
+from ringloader._core.batch_keys import Keys
 from ringloader._core.policy import PoolPolicy
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Session
@@ -106,7 +106,7 @@ class Engine:
         *,
         in_order: bool,
         streams: Streams | None = None,
-        pull: Callable[[int], ev.Keys | None] | None = None,
+        pull: Callable[[int], Keys | None] | None = None,
         is_early: bool = False,
     ) -> Session:
         """Begin an iteration; an early one is for the time when nothing else is to be done."""
@@ -116,7 +116,7 @@ class Engine:
         self.pump.step([], lambda: self.scheduler.open_session(session))
         return session
 
-    def submit_early(self, session: Session, batches: list[tuple[int, ev.Keys]]) -> None:
+    def submit_early(self, session: Session, batches: list[tuple[int, Keys]]) -> None:
         """Hand in batches of an epoch that nobody has asked for yet."""
 
         def submit() -> None:
@@ -137,7 +137,7 @@ class Engine:
         """End an iteration."""
         self.pump.step([], lambda: self.pump.drop_session(session.session_id))
 
-    def next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> Any:
+    def next_batch(self, session: Session, batches: list[tuple[int, Keys]], *, ended: bool) -> Any:
         """Hand in what the sampler gave, then wait for the next batch and return it.
 
         Raises StopIteration at the end, or the error that takes a batch's place. Batches handed in twice change nothing.
@@ -159,7 +159,7 @@ class Engine:
                 del got
         return got[0]
 
-    def try_next_batch(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> Any:
+    def try_next_batch(self, session: Session, batches: list[tuple[int, Keys]], *, ended: bool) -> Any:
         """Hand in what the sampler gave; return the next batch as a 1-tuple if it can be had at once, or what went wrong with
         it, else None."""
         self.check_usable()
@@ -175,7 +175,7 @@ class Engine:
         self._settle_ring()
         return self.pump.step(None, ask)
 
-    def _submit(self, session: Session, batches: list[tuple[int, ev.Keys]], *, ended: bool) -> None:
+    def _submit(self, session: Session, batches: list[tuple[int, Keys]], *, ended: bool) -> None:
         """Under the lock."""
         session.settle()
         for batch_id, keys in batches:

@@ -21,11 +21,10 @@ from ringloader._collate.collate import Batch, Collated, Collator
 from ringloader._collate.written import Writer, draws_nothing, offers
 from ringloader._core import messages as msg
 from ringloader._core import values
-from ringloader._core.events import Keys
+from ringloader._core.batch_keys import Keys, unpack_keys
 from ringloader._core.layout import Layout
 from ringloader._core.policy import SampleRetry
 from ringloader._core.records import record
-from ringloader._core.session import unpack_keys
 from ringloader._runtime import status
 from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.status import StatusPage

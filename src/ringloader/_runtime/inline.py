@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringloader._core import messages as msg
-from ringloader._core.events import WorkerBroken, WorkerExited, WorkerView
+from ringloader._core.events import WorkerBroken, WorkerExited
+from ringloader._core.views import WorkerView
 from ringloader._runtime.as_worker import LENDING, AsWorker
 from ringloader._runtime.building import check_built, describe
 from ringloader._runtime.filler import Filler

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from ringloader._core.batch_keys import Keys, pack_keys
 from ringloader._core.batching import EpochPlan
-from ringloader._core.events import Keys
-from ringloader._core.session import pack_keys
 from ringloader._core.streams import Streams, saved_form, stream_keys
 from ringloader.errors import ConfigError, LoaderError
 

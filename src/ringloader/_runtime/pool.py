@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ringloader._core import messages as msg
-from ringloader._core.events import Death, WorkerBroken, WorkerExited, WorkerView
+from ringloader._core.events import Death, WorkerBroken, WorkerExited
 from ringloader._core.messages import Message
 from ringloader._core.policy import UNREAPED_S
+from ringloader._core.views import WorkerView
 from ringloader._runtime.causes import OomCounts, likely_cause, start_failure
 from ringloader._runtime.memory import private_nbytes
 from ringloader._runtime.pipe import Closed, NonBlockingPipe

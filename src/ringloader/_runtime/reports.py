@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ringloader._core import values
-from ringloader._core.events import Death, WorkerView
+from ringloader._core.events import Death
 from ringloader._core.messages import Failed, StartFailed
 from ringloader._core.policy import FaultPolicy
 from ringloader._core.room import room_sentence
@@ -18,6 +18,7 @@ from ringloader._core.scheduler import Scheduler
 from ringloader._core.session import Batch, Fault, Session
 from ringloader._core.supervision import scene, signal_name
 from ringloader._core.units import counted, in_words
+from ringloader._core.views import WorkerView
 from ringloader._core.workers import Worker
 from ringloader.errors import (
     ConfigError,

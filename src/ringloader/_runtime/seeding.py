@@ -8,7 +8,6 @@ moment they are imported when that happens late. Must not import either by itsel
 
 from __future__ import annotations
 
-import hashlib
 import random
 import struct
 import sys
@@ -16,6 +15,8 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
+
+from ringloader._core.blake2 import blake2b
 
 _LATE = ("numpy.random", "torch")
 _BUILD_EPOCH = -1
@@ -26,7 +27,7 @@ _TORCH_FIRST_SEED = 67280421310721
 def draw_key(seed: int, epoch: int, position: int, place: int = 0) -> int:
     """Return 128 bits that are a function of the four alone. Source: BLAKE2, RFC 7693."""
     packed = struct.pack("<Qqqq", seed & 0xFFFFFFFFFFFFFFFF, epoch, position, place)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=16).digest(), "little")
+    return int.from_bytes(blake2b(packed, digest_size=16).digest(), "little")
 
 
 class Seeder:

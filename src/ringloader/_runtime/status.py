@@ -20,7 +20,7 @@ import mmap
 import os
 import signal
 
-from ringloader._core.events import WorkerView
+from ringloader._core.views import WorkerView
 
 STAGES = (
     "starting the interpreter",

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from ringloader._core import messages as msg
-from ringloader._core.events import Death, WorkerBroken, WorkerExited, WorkerView
+from ringloader._core.events import Death, WorkerBroken, WorkerExited
+from ringloader._core.views import WorkerView
 from ringloader._runtime.pool import Fact
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.sources import LocalBuild

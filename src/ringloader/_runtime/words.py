@@ -5,6 +5,8 @@ Owns their bounds. Must import light: workers start with it.
 
 from __future__ import annotations
 
+# How a worker that leaves by itself says why, before its stack.
+LAST_WORDS = "last words: "
 # What of an exception's text and traceback travels: enough to read, whatever an exception carries.
 _MAX_TEXT = 64 << 10
 _CUT = "\n... cut, {size:,} characters in all ...\n"

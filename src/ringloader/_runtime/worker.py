@@ -22,14 +22,13 @@ import numpy as np
 
 from ringloader._core import messages as msg
 from ringloader._core.digests import attribute_digests
-from ringloader._runtime import segment, status
-from ringloader._runtime.causes import LAST_WORDS
+from ringloader._runtime import status
 from ringloader._runtime.filler import Filler
-from ringloader._runtime.pages import Mapping
+from ringloader._runtime.pages import Mapping, map_file
 from ringloader._runtime.pipe import BlockingPipe, Closed
 from ringloader._runtime.seeding import LateImports, Seeder
 from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
-from ringloader._runtime.words import format_traceback, safe_text, type_name
+from ringloader._runtime.words import LAST_WORDS, format_traceback, safe_text, type_name
 from ringloader._runtime.worker_info import TORCH_MODULE, WorkerInfo, set_worker_info, tell_torch
 from ringloader._specs import handles
 from ringloader.errors import ProtocolError
@@ -183,7 +182,7 @@ class _Worker:
 
     def _map(self, fill: msg.Fill, fds: list[int]) -> None:
         for (segment_id, nbytes), fd in zip(fill.attach, fds, strict=True):
-            mapping = self._segments[segment_id] = segment.map_shared(fd, nbytes)
+            mapping = self._segments[segment_id] = map_file(fd, nbytes)
             # A child that the dataset forks and that comes back from it by mistake must not write into slots.
             mapping.memory.madvise(mmap.MADV_DONTFORK)
             os.close(fd)
