@@ -163,8 +163,9 @@ def test_out_of_order_state_names_what_was_handed_over_beyond(tmp_path: Path) ->
 def num_there(iterator: Any) -> int:
     """Batches that `next` need not wait for."""
     iterator._engine.pump.step(None)
-    made = [batch for batch in iterator._session.batches.values() if batch.state is BatchState.READY]
-    return len(made) + (iterator._ahead is not None)
+    batches = iterator._session.batches
+    made = itertools.takewhile(lambda number: batches[number].state is BatchState.READY, sorted(batches))
+    return len(list(made)) + (iterator._ahead is not None)
 
 
 def test_state_counts_no_batch_that_waits_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
