@@ -27,6 +27,7 @@ from ringloader._runtime.pipe import Closed, NonBlockingPipe
 from ringloader._runtime.process import WorkerProcess
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.status import StatusPage
+from ringloader._runtime.template import Template
 from ringloader.errors import ProtocolError
 
 # Deadlines of a polite end: idle workers leave within milliseconds; one inside user code gets a chance, then no choice.
@@ -77,6 +78,7 @@ class ProcessPool:
         self._measures_memory = measures_memory
         self._oom_counts = OomCounts()
         self._settings = settings
+        self._template = Template(settings.hash_seed)
         self._wake_fd = wake_fd
         self._members: dict[tuple[int, int], _Member] = {}  # by worker id and incarnation
         self._by_fd: dict[int, _Member] = {}
@@ -184,7 +186,7 @@ class ProcessPool:
         try:
             page_fd = StatusPage.create()
             page = StatusPage(page_fd)
-            process = WorkerProcess.start(self._settings.hash_seed, page)
+            process = WorkerProcess.start(self._settings.hash_seed, page, self._template)
         except OSError as error:
             if page_fd >= 0:
                 os.close(page_fd)
@@ -314,8 +316,9 @@ class ProcessPool:
             self._remove(member)
 
     def close(self) -> None:
-        """Let go of the selector; workers must be gone."""
+        """Let go of the selector and of the template; workers must be gone."""
         self._poll.close()
+        self._template.close()
 
     def who(self, worker_id: int, incarnation: int) -> str:
         """What the operating system calls a worker that runs."""

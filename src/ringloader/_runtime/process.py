@@ -1,8 +1,8 @@
 """One worker process: start, wait for its end, dump its stack, kill.
 
-Owns the facts of a process: pid, pidfd, exit status. A worker is a fresh interpreter in a session of its own, so nothing of
-this process is forked, no terminal signal reaches it and its own children can be ended with it. Must only ever wait for and
-signal what it started itself.
+Owns the facts of a process: pid, pidfd, exit status. A worker is split off a template of its pool (template.py), or a fresh
+interpreter; either way in a session of its own, so nothing of this process is forked, no terminal signal reaches it and its own
+children can be ended with it. Must only ever wait for and signal what it started itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Protocol
 
 from ringloader._runtime.status import DUMP_SIGNAL, STAGES, STARTING, StatusPage
 
@@ -24,42 +25,46 @@ _DUMP_WAIT_S = 0.5
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 # -P keeps the working directory out of sys.path until the handshake brings the parent's own path: a ./socket.py there must not
 # be imported instead of the standard library's.
-_BOOTSTRAP = "import sys; sys.path.append({root!r}); from ringloader._runtime.worker import main; main({fd})"
+_BOOTSTRAP = f"import sys; sys.path.append({_PACKAGE_ROOT!r}); "
+_PROGRAM = "from ringloader._runtime.worker import main; main({fd})"
+
+
+class Splits(Protocol):
+    """Makes workers in another way, where it can: see `Template`."""
+
+    def split(self, fd: int) -> int | None: ...
 
 
 class WorkerProcess:
     """A started worker; `sock` is our end of its pipe."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], sock: socket.socket, page: StatusPage) -> None:
+    def __init__(self, pid: int, sock: socket.socket, page: StatusPage, popen: subprocess.Popen[bytes] | None = None) -> None:
         self._popen = popen
         self.sock = sock
         self.page = page
-        self.pid = popen.pid
+        self.pid = pid
         self.is_reaped = False
         self.returncode: int | None = None
         try:
-            self.pidfd = os.pidfd_open(popen.pid)
+            self.pidfd = os.pidfd_open(pid)
         except OSError:
             self.pidfd = -1  # an old kernel or a sandbox without it: the owner waits in a thread
 
     @classmethod
-    def start(cls, hash_seed: int, page: StatusPage) -> WorkerProcess:
-        """Start an interpreter that runs a worker. Raises OSError."""
+    def start(cls, hash_seed: int, page: StatusPage, template: Splits) -> WorkerProcess:
+        """Start a process that runs a worker. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
-            popen = subprocess.Popen(
-                [*_interpreter(), "-c", _BOOTSTRAP.format(root=_PACKAGE_ROOT, fd=theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=_environment(hash_seed),
-            )
+            pid = template.split(theirs.fileno())
+            if pid is not None:
+                return cls(pid, ours, page)
+            popen = spawn(_PROGRAM.format(fd=theirs.fileno()), theirs.fileno(), environment(hash_seed))
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        return cls(popen, ours, page)
+        return cls(popen.pid, ours, page, popen)
 
     def signal(self, number: int) -> None:
         """Send a signal unless the process has been reaped."""
@@ -113,28 +118,33 @@ class WorkerProcess:
             os.killpg(self.pid, signal.SIGKILL)
         except OSError:
             pass
-        self._mark_reaped(self._popen.wait())
+        self._mark_reaped(self._wait())
         return True
+
+    def _wait(self) -> int | None:
+        """Collect the exit status; None when somebody else has."""
+        if self._popen is not None:
+            return self._popen.wait()
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            return None
 
     def _mark_reaped(self, returncode: int | None) -> None:
         self.is_reaped = True
         self.returncode = returncode
-        self._popen.returncode = returncode if returncode is not None else 0
+        if self._popen is not None:
+            self._popen.returncode = returncode if returncode is not None else 0
 
     def close(self) -> None:
         """Let go of descriptors; the process should be reaped, or is abandoned."""
         if not self.is_reaped:
             # Abandoned on purpose. It ends some time, and somebody has to collect it, or it stays as a zombie.
-            arguments = (self._popen,)
-            threading.Thread(target=_collect, args=arguments, name=f"waits-for-{self.pid}", daemon=True).start()
+            threading.Thread(target=self._wait, name=f"waits-for-{self.pid}", daemon=True).start()
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
         self.page.close()
-
-
-def _collect(popen: subprocess.Popen[bytes]) -> None:
-    popen.wait()
 
 
 def _exists(pid: int) -> bool:
@@ -145,16 +155,28 @@ def _exists(pid: int) -> bool:
     return True
 
 
+def spawn(program: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start an interpreter in a session of its own that runs a text of code and inherits one descriptor. Raises OSError."""
+    return subprocess.Popen(
+        [*_interpreter(), "-c", _BOOTSTRAP + program],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(fd,),
+        start_new_session=True,
+        env=environment,
+    )
+
+
 def _interpreter() -> list[str]:
     # The flags of this interpreter (-O, -X dev, -W ...), as multiprocessing passes them on.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P"]
 
 
-def _environment(hash_seed: int) -> dict[str, str]:
-    environment = dict(os.environ)
+def environment(hash_seed: int) -> dict[str, str]:
+    """What workers find in `os.environ`: this process's, one thread per worker, and one hash seed for all."""
+    found = dict(os.environ)
     for name in _THREAD_LIMITS:
-        environment.setdefault(name, os.environ.get("OMP_NUM_THREADS", "1"))
-    if environment.get("PYTHONHASHSEED", "random") == "random":
-        environment["PYTHONHASHSEED"] = str(hash_seed)
-    return environment
+        found.setdefault(name, os.environ.get("OMP_NUM_THREADS", "1"))
+    if found.get("PYTHONHASHSEED", "random") == "random":
+        found["PYTHONHASHSEED"] = str(hash_seed)
+    return found

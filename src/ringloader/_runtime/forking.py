@@ -1,0 +1,117 @@
+"""The main program of the template: a process that has imported what workers do, and splits a worker off whenever it is asked.
+
+Owns the split. A worker so made is a child of the training process, not of the template: its death, its exit status and its
+own end with its parent are as those of any process that the training process starts. That takes a system call of its own, for
+`fork` has no such thing: clone3 with CLONE_PARENT, and around it what the C library's `fork` does for a process of one thread,
+its thread id and its list of robust mutexes. With more threads than one there would be more to do, and the template says that
+it is unfit. Must import nothing of the user's. Source: clone(2), PR_GET_TID_ADDRESS of prctl(2), get_robust_list(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import signal
+import socket
+import struct
+
+# What the template says first, and what it is asked for, with the numbers of the standard streams whose descriptors follow.
+READY, UNFIT, SPLIT = b"ready", b"unfit", b"split"
+ANSWER = struct.Struct("<q")  # a process id, or an error number below 0
+_PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 1, 40
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_SYS_CLONE3 = 435
+# By machine: the numbers of set_robust_list and get_robust_list.
+_ROBUST_LISTS = {"x86_64": (273, 274), "aarch64": (99, 100)}
+
+
+class _CloneArguments(ctypes.Structure):
+    """struct clone_args of linux/sched.h, first version."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in ("flags", "pidfd", "child_tid", "parent_tid", "exit_signal", "stack", "stack_size", "tls")
+    ]
+
+
+class _Splitter:
+    """Makes siblings of this process. Raises OSError where that cannot be done."""
+
+    def __init__(self) -> None:
+        if len(os.listdir("/proc/self/task")) > 1:
+            raise OSError(errno.EBUSY, "this process has several threads")
+        # Calls that keep the interpreter's lock: nothing else may run between what goes before the split and what comes after.
+        self._libc = ctypes.PyDLL(None, use_errno=True)
+        self._libc.syscall.restype = ctypes.c_long
+        self._set_robust_list, get_robust_list = _ROBUST_LISTS.get(os.uname().machine, (-1, -1))
+        tid_address, self._robust_list, self._robust_nbytes = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        self._check(self._libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(tid_address), 0, 0, 0))
+        found = ctypes.byref(self._robust_list), ctypes.byref(self._robust_nbytes)
+        self._check(self._libc.syscall(get_robust_list, 0, *found))
+        self._arguments = _CloneArguments(
+            flags=_CLONE_PARENT | _CLONE_CHILD_CLEARTID | _CLONE_CHILD_SETTID, child_tid=tid_address.value
+        )
+
+    def split(self) -> int:
+        """Return the process id of the sibling, and 0 in it. Raises OSError."""
+        python = ctypes.pythonapi
+        python.PyOS_BeforeFork()
+        pid = self._libc.syscall(_SYS_CLONE3, ctypes.byref(self._arguments), ctypes.sizeof(self._arguments))
+        if pid == 0:
+            self._libc.syscall(self._set_robust_list, self._robust_list, self._robust_nbytes)
+            python.PyOS_AfterFork_Child()
+            return 0
+        number = ctypes.get_errno()
+        python.PyOS_AfterFork_Parent()
+        if pid < 0:
+            raise OSError(number, os.strerror(number))
+        return int(pid)
+
+    @staticmethod
+    def _check(result: int) -> None:
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+
+def serve(fd: int) -> int | None:
+    """Split off workers until the other end of the socket `fd` is closed.
+
+    Returns in each of them, with the descriptor of the worker's own socket, and with None when it is over.
+    """
+    with socket.socket(fileno=fd) as sock:
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            from ringloader._runtime import building, stream_filler, worker  # noqa: F401  what every worker begins with
+
+            splitter = _Splitter()
+            # What is there by now is never garbage, and looking for some would write to pages that all workers share.
+            gc.freeze()
+            sock.send(READY)
+        except (OSError, AttributeError):
+            sock.send(UNFIT)
+            return None
+        while True:
+            request, fds, _, _ = socket.recv_fds(sock, 64, 4, socket.MSG_CMSG_CLOEXEC)
+            if not request:
+                return None
+            try:
+                pid = splitter.split()
+            except OSError as error:
+                pid = -(error.errno or errno.EINVAL)
+            if pid == 0:
+                _settle(fds[1:], request[len(SPLIT) :])
+                return fds[0]
+            for each in fds:
+                os.close(each)
+            sock.send(ANSWER.pack(pid))
+
+
+def _settle(fds: list[int], streams: bytes) -> None:
+    """Be a process of one's own, as a new one would be: a session, and the standard streams of the training process."""
+    os.setsid()
+    for fd, stream in zip(fds, streams, strict=True):
+        os.dup2(fd, stream)
+        os.close(fd)
