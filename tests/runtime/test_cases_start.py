@@ -45,7 +45,7 @@ def test_b06_script_without_guard_works_or_says_what_it_needs(where: str, tmp_pa
                 break
             time.sleep(0.005)
         out, errors = process.communicate(timeout=10 * UNIT_S)
-    assert 1 <= largest <= 2
+    assert 1 <= largest <= 3  # two workers and what they are split off
     if where == "module":
         assert (process.returncode, out, errors) == (0, "script body\n4 batches\n", "")
     else:

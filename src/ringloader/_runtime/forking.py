@@ -84,7 +84,7 @@ def serve(fd: int) -> int | None:
     with socket.socket(fileno=fd) as sock:
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            from ringloader._runtime import building, stream_filler, worker  # noqa: F401  what every worker begins with
+            from ringloader._runtime import building, worker  # noqa: F401  what every worker begins with
 
             splitter = _Splitter()
             # What is there by now is never garbage, and looking for some would write to pages that all workers share.

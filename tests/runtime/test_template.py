@@ -1,0 +1,311 @@
+"""Workers that are split off a template: the same as fresh interpreters, and started all the same when it is no use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ringloader import FactorySpec, FaultPolicy, Loader
+from ringloader._runtime import forking
+from ringloader._runtime.template import Template
+from tests.runtime.conftest import UNIT_S, wait_until
+from tests.runtime.process_datasets import Facts
+from tests.runtime.running import Program, is_alive, run
+
+_PATIENT = FaultPolicy(restarts=20, backoff_s=0.0)
+
+
+def make(num_workers: int = 1, size: int = 8) -> Loader:
+    return Loader(FactorySpec(Facts, size), batch_size=2, num_workers=num_workers, output="numpy", faults=_PATIENT)
+
+
+def template_of(loader: Loader) -> Template:
+    engine = loader._engine
+    assert engine is not None
+    template: Template = engine.backend._template
+    return template
+
+
+def process_of(loader: Loader) -> psutil.Process:
+    """The template's process."""
+    popen = template_of(loader)._popen
+    assert popen is not None
+    return psutil.Process(popen.pid)
+
+
+def kill_worker(loader: Loader) -> None:
+    """Kill worker 0 and wait for its successor."""
+    (pid, *_), before = loader.stats().worker_pids, loader.stats().num_restarts
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: loader.stats().num_restarts > before)
+    assert wait_until(lambda: len(loader.stats().worker_pids) == loader._options.num_workers)
+
+
+def read(loader: Loader) -> list[int]:
+    return [int(i) for _, indices in loader for i in indices]
+
+
+def is_split(pid: int) -> bool:
+    """Whether a worker was split off; the command line it shows is its template's then."""
+    return "forking" in "".join(psutil.Process(pid).cmdline())
+
+
+@pytest.fixture
+def without_template(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setenv("RINGLOADER_TEMPLATE", "0")
+
+
+def test_split_workers_are_as_fresh_interpreters(without_template: Callable[[], None]) -> None:
+    """Parent, session, signals, limits, environment, streams, descriptors, thread ids: nothing tells the two apart."""
+    found = []
+    for is_fresh in (False, True):
+        if is_fresh:
+            without_template()
+        with make() as loader:
+            (facts,) = loader.call("facts")
+            assert is_split(loader.stats().worker_pids[0]) is not is_fresh
+        facts["environment"].pop("RINGLOADER_TEMPLATE", None)
+        facts["environment"].pop("PYTEST_CURRENT_TEST", None)
+        found.append(facts)
+    for name in found[0]:
+        assert found[0][name] == found[1][name], name
+    assert found[0]["parent"] == os.getpid()
+    assert found[0]["leads"] == [True] * 3
+    assert found[0]["heavy"] == []
+
+
+def test_split_workers_do_what_processes_do(without_template: Callable[[], None]) -> None:
+    """Threads and locks, forks, children and linear algebra work in them."""
+    with make(2) as loader:
+        assert loader.call("work") == [[400, 7, "42", True]] * 2
+        assert all(map(is_split, loader.stats().worker_pids))
+
+
+def test_template_goes_with_its_loader() -> None:
+    """It is one process for all workers, and is gone with `close`."""
+    with make(3) as loader:
+        read(loader)
+        assert wait_until(lambda: len(loader.stats().worker_pids) == 3)
+        template = process_of(loader)
+        children = {child.pid for child in psutil.Process().children()}
+        assert {template.pid, *loader.stats().worker_pids} <= children
+        assert template.children() == []
+    assert not is_alive(template.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_template_that_is_killed_is_replaced(number: int) -> None:
+    """Workers go on; the next one is started somehow, and those after it from a new template."""
+    with make(2) as loader:
+        assert read(loader) == list(range(8))
+        old = process_of(loader)
+        old.send_signal(number)
+        assert wait_until(lambda: not is_alive(old.pid))
+        kill_worker(loader)
+        assert read(loader) == list(range(8))
+        kill_worker(loader)
+        assert wait_until(lambda: any(map(is_split, loader.stats().worker_pids)))
+        assert process_of(loader).pid != old.pid
+        assert read(loader) == list(range(8))
+
+
+def test_template_that_is_killed_time_and_again_is_given_up() -> None:
+    """After three no other is made, and workers are interpreters of their own."""
+    with make(1) as loader:
+        read(loader)
+        for _ in range(8):
+            if template_of(loader)._popen is not None:
+                process_of(loader).kill()
+                assert wait_until(lambda: not is_alive(process_of(loader).pid))
+            kill_worker(loader)
+            assert read(loader) == list(range(8))
+        assert template_of(loader)._popen is None
+        assert not is_split(loader.stats().worker_pids[0])
+
+
+def test_template_that_is_stopped_delays_a_start_by_little(without_template: Callable[[], None]) -> None:
+    """Its successor takes over; the stopped one is ended."""
+    with make(1) as loader:
+        read(loader)
+        old = process_of(loader)
+        old.suspend()
+        began_s = time.monotonic()
+        kill_worker(loader)
+        assert read(loader) == list(range(8))
+        assert time.monotonic() - began_s < 5.0 * UNIT_S
+        assert not is_alive(old.pid)
+
+
+def test_what_a_process_inherits_is_what_holds_when_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environment and limits that changed since the first worker reach the next one."""
+    with make(1) as loader:
+        assert loader.call("variable", "CHANGED") == [None]
+        first, before = process_of(loader).pid, resource.getrlimit(resource.RLIMIT_NOFILE)
+        monkeypatch.setenv("CHANGED", "yes")
+        kill_worker(loader)
+        assert loader.call("variable", "CHANGED") == ["yes"]
+        second = process_of(loader).pid
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
+        try:
+            kill_worker(loader)
+            assert loader.call("limit") == [before[0] - 1]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert len({first, second, process_of(loader).pid}) == 3
+        assert not is_alive(first)
+
+
+def test_streams_are_those_of_the_moment(tmp_path: Path) -> None:
+    """A worker that is started after the output was turned elsewhere writes there."""
+    with make(1) as loader:
+        read(loader)
+        template = process_of(loader).pid
+        saved = [os.dup(1), os.dup(2)]
+        try:
+            with (tmp_path / "out").open("wb") as out, (tmp_path / "errors").open("wb") as errors:
+                os.dup2(out.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+            kill_worker(loader)
+            loader.call("say", "words")
+        finally:
+            for k, fd in enumerate(saved):
+                os.dup2(fd, k + 1)
+                os.close(fd)
+        assert process_of(loader).pid == template
+    assert (tmp_path / "out").read_text() == "words\n"
+    assert (tmp_path / "errors").read_text().endswith("words\n")
+
+
+@pytest.mark.parametrize("how", ["threads", "raises", "dies", "slow"])
+def test_template_that_cannot_be_had_costs_no_worker(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site that starts threads, fails, ends the process or takes long: workers are interpreters, and all is read."""
+    program = {
+        "threads": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "raises": "import socket\nsocket.recv_fds = None",
+        "dies": "import os, sys\nif 'forking' in ''.join(open('/proc/self/cmdline')): os._exit(3)",
+        "slow": "import time\nif 'forking' in ''.join(open('/proc/self/cmdline')): time.sleep(60)",
+    }[how]
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    began_s = time.monotonic()
+    with make(2) as loader:
+        assert read(loader) == list(range(8))
+        kill_worker(loader)
+        assert read(loader) == list(range(8))
+        assert not any(map(is_split, loader.stats().worker_pids))
+    assert time.monotonic() - began_s < 10.0 * UNIT_S
+
+
+class Scripted(Template):
+    """A template whose process says what a test tells it to; `late`: only when it is killed."""
+
+    def __init__(self, words: list[bytes], late: bytes = b"") -> None:
+        super().__init__(0)
+        self.words, self.late = words, late
+
+    def _launch(self, conditions: Any) -> None:
+        self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._popen, self._conditions = self, conditions  # type: ignore[assignment]
+        for word in self.words:
+            self.theirs.send(word)
+
+    def kill(self) -> None:
+        late, self.late = self.late, b""
+        if late:
+            self.theirs.recv(64)  # an answer comes after its request was read
+            self.theirs.send(late)
+        self.theirs.close()
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+
+@pytest.fixture
+def a_socket() -> Iterator[int]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours.fileno()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EINVAL])
+def test_kernel_that_does_not_know_how_is_asked_once(number: int, a_socket: int) -> None:
+    """A sandbox that refuses the system call: the template is ended, and never made again."""
+    template = Scripted([forking.READY, forking.ANSWER.pack(-number)])
+    assert template.split(a_socket) is None
+    assert template._popen is None
+    assert template.split(a_socket) is None
+    assert template._popen is None
+
+
+def test_lack_of_processes_is_an_error_of_the_start(a_socket: int) -> None:
+    """As with any process that cannot be started; the template stays."""
+    template = Scripted([forking.READY, forking.ANSWER.pack(-errno.EAGAIN)])
+    with pytest.raises(OSError, match="temporarily unavailable") as caught:
+        template.split(a_socket)
+    assert caught.value.errno == errno.EAGAIN
+    assert template._popen is not None
+    template.close()
+
+
+def test_worker_that_is_told_of_at_the_last_moment_is_known(a_socket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that is ended for its silence may have split one off: its answer is read after its end."""
+    monkeypatch.setattr("ringloader._runtime.template._ANSWER_S", 0.05)
+    template = Scripted([forking.READY], late=forking.ANSWER.pack(4242))
+    assert template.split(a_socket) == 4242
+    template.close()
+
+
+def test_template_that_is_slow_to_come_is_used_when_it_is_there(a_socket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker does not wait for it longer than a moment, the second finds it."""
+    monkeypatch.setattr("ringloader._runtime.template._BOOT_S", 0.05)
+    template = Scripted([])
+    assert template.split(a_socket) is None
+    assert template.split(a_socket) is None
+    template.theirs.send(forking.READY)
+    template.theirs.send(forking.ANSWER.pack(4243))
+    assert template.split(a_socket) == 4243
+    template.close()
+
+
+_ORPHANS = """
+import os, signal, sys
+from ringloader import FactorySpec, Loader
+from tests.runtime.process_datasets import Facts
+if __name__ == "__main__":
+    loader = Loader(FactorySpec(Facts, 8), batch_size=2, num_workers=2, output="numpy")
+    list(loader)
+    print(loader._engine.backend._template._popen.pid, *loader.stats().worker_pids, flush=True)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "exit"])
+def test_template_does_not_outlive_the_program(end: str, tmp_path: Path) -> None:
+    """Neither it nor what was split off it."""
+    done = run(tmp_path, _ORPHANS, end, program=Program(flags=("-X", "dev", "-W", "error")))
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL if end == "killed" else 0, "")
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) >= 2
+    assert wait_until(lambda: not any(map(is_alive, pids)), within_s=2)
+
+
+def test_process_of_several_threads_refuses_to_be_a_template() -> None:
+    """Here: the tests' own."""
+    import threading
+
+    thread = threading.Thread(target=time.sleep, args=(0.5,))
+    thread.start()
+    with pytest.raises(OSError, match="several threads"):
+        forking._Splitter()
+    thread.join()
