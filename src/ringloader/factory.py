@@ -22,7 +22,7 @@ import functools
 import inspect
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,11 @@ class FactorySpec:
     def handles(self) -> tuple[Shareable, ...]:
         """What it refers to in shared memory, kept as long as the spec is."""
         return self._handles
+
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules that `build` imports."""
+        return set(_modules_of(self._node))
 
     def import_target(self) -> None:
         """Import what `build` will call, so that a slow or failing import shows as such. Raises what the import raises."""
@@ -164,6 +169,19 @@ def callable_from_wire(wire: bytes | memoryview) -> Callable[..., Any]:
 def callable_needs_main(wire: bytes | memoryview) -> bool:
     """Say whether a worker has to load the user's `__main__` before `callable_from_wire`."""
     return bool(_decode_node(wire)[1])
+
+
+def callable_modules(wire: bytes | memoryview) -> set[str]:
+    """Names of the modules that `callable_from_wire` imports."""
+    return set(_modules_of(_decode_node(wire)[0]))
+
+
+def _modules_of(node: Any) -> Iterator[str]:
+    if isinstance(node, list) and len(node) == 2 and node[0] == "r":
+        yield node[1].partition(":")[0]
+    elif isinstance(node, (list, dict)):
+        for part in node.values() if isinstance(node, dict) else node:
+            yield from _modules_of(part)
 
 
 def pickle_dataset(dataset: Any, max_nbytes: int = MAX_PICKLE_NBYTES) -> PickledDataset:

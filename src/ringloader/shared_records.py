@@ -14,6 +14,7 @@ from typing import Any, overload
 from ringloader._core import values
 from ringloader._core.units import in_words
 from ringloader._runtime import named, segment
+from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.named import Descriptor
 from ringloader._runtime.shared import Shared, building, told
 from ringloader.errors import ClosedError, ConfigError
@@ -149,7 +150,7 @@ class _Writer:
                 else:
                     segment.check_room(wanted - self._reserved)
                     segment.reserve(self._fd, wanted, self._reserved)
-            except segment.RoomError as error:
+            except RoomError as error:
                 raise ConfigError(f"records cannot be shared: {error}", option="records", value=wanted) from error
             self._reserved = wanted
         view = memoryview(self._pending)

@@ -19,6 +19,7 @@ import ringloader
 from ringloader import FactoryError, FactorySpec, FaultPolicy, Loader, LoaderError, SampleError
 from ringloader._core.events import AddSegment, SegmentRefused
 from ringloader._runtime import cuda, memory, segment
+from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.pump import Pump
 from ringloader._runtime.ring import Ring
 from tests.runtime.sample_datasets import Numbers, first_time
@@ -247,7 +248,7 @@ def test_segment_that_cannot_be_mapped_is_refused_with_its_memory_given_back(mon
     """A lack of address space is a refusal in words before any worker writes, not an error in the middle of a hand-over."""
 
     def no_room(fd: int, nbytes: int) -> Any:
-        raise segment.RoomError("the system has no memory or mappings left")
+        raise RoomError("the system has no memory or mappings left")
 
     monkeypatch.setattr(segment, "map_shared", no_room)
     before = memory.ACCOUNT.nbytes

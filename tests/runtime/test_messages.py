@@ -24,6 +24,7 @@ import pytest
 from ringloader import ClosedError, FactoryError, FactorySpec, FaultPolicy, Loader, LoaderError, SampleRetry
 from ringloader._core import supervision
 from ringloader._runtime import causes, engine, segment
+from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.process import WorkerProcess
 from tests.runtime import message_datasets as data
 from tests.runtime.conftest import wait_until
@@ -168,7 +169,7 @@ def _no_room() -> list[str]:
     """The machine has nothing left."""
 
     def refuse(nbytes: int) -> None:
-        raise segment.RoomError(f"{nbytes:,} bytes are needed and 0 bytes are available")
+        raise RoomError(f"{nbytes:,} bytes are needed and 0 bytes are available")
 
     with pytest.MonkeyPatch.context() as patch, make(Numbers) as loader:
         loader.start()

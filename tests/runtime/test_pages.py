@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,15 @@ import pytest
 
 from ringloader import ArrayDataset, Loader, SharedArrays
 from ringloader._runtime import pages, segment
+from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.segment import Segment
 
 PAGE = mmap.PAGESIZE
+
+
+def mappings() -> int:
+    """Mappings of segments in this process."""
+    return sum("ringloader" in line or "/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def huge_nbytes(address: int) -> int:
@@ -114,20 +121,49 @@ def test_reservation_asks_no_more_once_it_takes_long(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(segment, "_STEP_NBYTES", 2 * extent)
     clock = iter(range(1000))
     monkeypatch.setattr("ringloader._runtime.pages.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    asked: list[tuple[int, int]] = []
+    asked: list[int] = []
 
-    class Memory:
-        def madvise(self, option: int, start: int, nbytes: int) -> None:
-            asked.append((start, nbytes))
+    def madvise(address: int, nbytes: int, option: int) -> int:
+        asked.append(nbytes)
+        return 0
 
-    def mapped(fd: int, nbytes: int, flags: int, extent: int) -> Any:
-        return pages.Mapping(Memory(), 0, nbytes)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pages, "_map_aligned", mapped)
-        piece = Segment.create(6 * extent)
-    assert asked == [(0, 2 * extent)]
+    real = pages._libc()
+    monkeypatch.setattr(pages, "_libc", lambda: SimpleNamespace(mmap=real.mmap, madvise=madvise))
+    piece = Segment.create(6 * extent)
+    assert asked == [extent]
     assert os.fstat(piece.fd).st_blocks * 512 == piece.nbytes
+    piece.close()
+
+
+def test_reservation_that_fails_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps the exception, as a notebook does, keeps its traceback, but nothing of the file."""
+    extent = pages.extent_nbytes() or 2 << 20
+    before, limits = mappings(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(segment, "_STEP_NBYTES", extent)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * extent, limits[1]))
+    try:
+        with pytest.raises(RoomError, match="ulimit -f") as caught:
+            Segment.create(4 * extent)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert mappings() == before
+    assert caught.value.__traceback__ is not None
+
+
+def test_range_past_the_end_is_refused(size: int) -> None:
+    """What lies behind a mapping is nobody's, and is neither read nor written by mistake."""
+    piece = Segment.create(size)
+    with pytest.raises(ValueError, match="of a mapping of"):
+        piece.map().array(100, size - 99)
+    piece.close()
+
+
+def test_memory_that_is_locked_is_mapped_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlockall(MCL_FUTURE) would have the room for an aligned mapping filled before the file is laid over it."""
+    monkeypatch.setattr(pages, "_is_locked", lambda: True)
+    piece = Segment.create(3 * (pages.extent_nbytes() or 2 << 20))
+    assert piece.map().start == 0
+    assert not piece.map().array(piece.nbytes).any()
     piece.close()
 
 

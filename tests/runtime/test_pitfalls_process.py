@@ -17,6 +17,7 @@ import pytest
 
 from ringloader import FactorySpec, Loader, LoaderError
 from ringloader._runtime import memory, segment
+from ringloader._runtime.lacks import RoomError
 from tests.runtime import more_case_datasets as cases
 from tests.runtime.conftest import UNIT_S, wait_until
 from tests.runtime.running import is_alive, line_of, run, running
@@ -222,7 +223,7 @@ def test_p17_limits_of_control_groups_are_counted(name: str, monkeypatch: pytest
     monkeypatch.setattr(memory, "_read", read)
     assert memory.available_nbytes() == expected
     if name == "used up":
-        with pytest.raises(segment.RoomError, match="are needed and 0 bytes are available"):
+        with pytest.raises(RoomError, match="are needed and 0 bytes are available"):
             segment.Segment.create(4096)
 
 

@@ -317,6 +317,7 @@ class Engine:
             return
         pump = self.pump
         self._stop_s = stop_s
+        self.backend.end_soon()
         if pump.is_mine():
             self._post_close()  # a signal handler inside `next`: the watching thread ends it, or inline the next call
             return
@@ -339,6 +340,7 @@ class Engine:
 
     def _post_close(self) -> None:
         self._close_posted = True
+        self.backend.end_soon()
         self.pump.kick()
 
     def disown(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import importlib.util
 import os
 import signal
 import socket
@@ -76,8 +77,8 @@ class _Splitter:
             raise OSError(number, os.strerror(number))
 
 
-def serve(fd: int) -> int | None:
-    """Split off workers until the other end of the socket `fd` is closed.
+def serve(fd: int, torch_origin: str = "") -> int | None:
+    """Split off workers until the other end of the socket `fd` is closed; they have the torch of that file imported.
 
     Returns in each of them, with the descriptor of the worker's own socket, and with None when it is over.
     """
@@ -86,6 +87,8 @@ def serve(fd: int) -> int | None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             from ringloader._runtime import building, worker  # noqa: F401  what every worker begins with
 
+            if torch_origin:
+                _import_torch(torch_origin)
             splitter = _Splitter()
             # What is there by now is never garbage, and looking for some would write to pages that all workers share.
             gc.freeze()
@@ -107,6 +110,16 @@ def serve(fd: int) -> int | None:
             for each in fds:
                 os.close(each)
             sock.send(ANSWER.pack(pid))
+
+
+def _import_torch(origin: str) -> None:
+    """Import torch if it is the one that the training process has: that may have found it on a path of its own."""
+    try:
+        found = importlib.util.find_spec("torch")
+        if found is not None and found.origin == origin:
+            importlib.import_module("torch")
+    except Exception:
+        pass  # workers that need it will say what is wrong
 
 
 def _settle(fds: list[int], streams: bytes) -> None:

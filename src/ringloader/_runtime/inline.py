@@ -194,6 +194,9 @@ class InlinePool:
         self._facts.clear()
         return []
 
+    def end_soon(self) -> None:
+        pass
+
     def stop(self, stop_s: float) -> None:
         self.kill_all()
         self._filler = self._info.dataset = None

@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 from ringloader._core import values
 from ringloader._core.units import in_words
 from ringloader._runtime import segment
+from ringloader._runtime.lacks import RoomError
 from ringloader.errors import ConfigError, LoaderError, LoaderTimeoutError
 
 logger = logging.getLogger("ringloader")
@@ -322,7 +323,7 @@ def reserve(fd: int, nbytes: int, name: str) -> None:
     free_nbytes = free.f_bavail * free.f_frsize
     missing = nbytes - os.fstat(fd).st_blocks * 512
     if missing > free_nbytes:
-        raise segment.RoomError(
+        raise RoomError(
             f"{name!r} needs {in_words(missing)} in {_FOLDER}, and {in_words(free_nbytes)} are free: make that file system "
             "larger (docker run --shm-size, mount -o remount,size=), or share without a name"
         )

@@ -2,14 +2,15 @@
 
 Owns alignment and huge pages. Shared memory comes in small pages unless the machine was set up otherwise, and pays twice:
 every page faults in every process, and a copy spends a fifth of its time on translating addresses. MADV_COLLAPSE makes one
-huge page of an extent whatever the setting, `deny` excepted, and of an extent that has one small page so far it takes a
-tenth of the time that all its small pages would. Best effort throughout: without it there are small pages and the same
+huge page of an extent whatever the setting, `deny` excepted; with memory at hand, and one small page in the extent so far, in
+a tenth of the time that all its small pages would take. Best effort throughout: without it there are small pages and the same
 bytes. Source: madvise(2), Linux 6.1 and later. Must not know segments.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -29,6 +30,7 @@ _EXTENT_FILE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
 # Where memory is in pieces the kernel moves pages about to make a huge one. Small pages for an extent take 1 ms; a new virtual
 # machine, which gets its memory from the host only now, 6.
 _SLOW_S = 0.02
+_BROKEN: list[mmap.mmap] = []
 
 
 class Mapping:
@@ -42,7 +44,9 @@ class Mapping:
         self.nbytes = nbytes
 
     def array(self, nbytes: int, offset: int = 0) -> np.ndarray[Any, Any]:
-        """Return a range as a new uint8 array, whose base is `memory`."""
+        """Return a range as a new uint8 array, whose base is `memory`. Raises ValueError for one that is not all there."""
+        if offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} of a mapping of {self.nbytes}")
         return np.frombuffer(self.memory, np.uint8, nbytes, self.start + offset)
 
     def view(self) -> memoryview:
@@ -77,11 +81,15 @@ def map_file(fd: int, nbytes: int, *, shared: bool = True) -> Mapping:
 def _map_aligned(fd: int, nbytes: int, flags: int, extent: int) -> Mapping:
     """Lay a mapping over the aligned part of one that is too large, of nothing. That one owns the addresses: when it goes,
     both do."""
+    if _is_locked():
+        raise OSError(errno.EAGAIN, "what is mapped is locked, and would all be there before the file is laid over it")
     area = mmap.mmap(-1, nbytes + extent, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, prot=_READ_WRITE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    address = _address_of(area)
     start = -address % extent
     if _libc().mmap(address + start, nbytes, _READ_WRITE, flags | _MAP_FIXED, fd, 0) == _MAP_FAILED:
         number = ctypes.get_errno()
+        # Kept for ever: part of it may be gone, and where it was somebody else's memory may lie when it is unmapped.
+        _BROKEN.append(area)
         raise OSError(number, os.strerror(number))
     return Mapping(area, start, nbytes)
 
@@ -106,16 +114,37 @@ class HugePages:
         for number in range(first, end):
             # The last one, so that the file reaches to the end of its extent.
             os.posix_fallocate(self._fd, (number + 1) * self._extent - mmap.PAGESIZE, mmap.PAGESIZE)
-        begun_s = time.monotonic()
         try:
             if self._mapping is None:
                 self._mapping = _map_aligned(self._fd, self._nbytes, mmap.MAP_SHARED, self._extent)
-            place = self._mapping.start + first * self._extent
-            self._mapping.memory.madvise(_MADV_COLLAPSE, place, (end - first) * self._extent)
         except OSError:
             self._is_on = False
-        if time.monotonic() - begun_s > _SLOW_S * (end - first):
-            self._is_on = False
+            return
+        place = _address_of(self._mapping.memory) + self._mapping.start
+        for number in range(first, end):
+            begun_s = time.monotonic()
+            # Not by `mmap.madvise`, which keeps the interpreter's lock.
+            result = _libc().madvise(place + number * self._extent, self._extent, _MADV_COLLAPSE)
+            if result or time.monotonic() - begun_s > _SLOW_S:
+                self._is_on = False
+                return
+
+    def close(self) -> None:
+        """Let go of the file, also where an exception's traceback keeps this object."""
+        self._mapping, self._is_on = None, False
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _is_locked() -> bool:
+    """Whether this process locks its memory, and perhaps what it maps from now on (mlockall(2))."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            return any(line.startswith("VmLck:") and line.split()[1] != "0" for line in file)
+    except OSError:
+        return False
 
 
 @functools.cache
@@ -132,5 +161,6 @@ def extent_nbytes() -> int:
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     return libc

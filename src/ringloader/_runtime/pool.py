@@ -57,11 +57,13 @@ class WorkerSettings:
     """What a worker is told at its start, apart from who it is.
 
     `descriptors` go with it: of the pickled dataset, if there is one, and of what the dataset refers to in shared memory.
+    `torch_origin`: the file of the torch that workers are going to import, "" where that is not known.
     """
 
     settings: dict[str, object]
     hash_seed: int
     descriptors: tuple[int, ...] = ()
+    torch_origin: str = ""
 
 
 class ProcessPool:
@@ -78,7 +80,7 @@ class ProcessPool:
         self._measures_memory = measures_memory
         self._oom_counts = OomCounts()
         self._settings = settings
-        self._template = Template(settings.hash_seed)
+        self._template = Template(settings.hash_seed, settings.torch_origin)
         self._wake_fd = wake_fd
         self._members: dict[tuple[int, int], _Member] = {}  # by worker id and incarnation
         self._by_fd: dict[int, _Member] = {}
@@ -314,6 +316,10 @@ class ProcessPool:
         self._reap_until(self._abandoned, time.monotonic())
         for member in [*members, *self._abandoned]:
             self._remove(member)
+
+    def end_soon(self) -> None:
+        """The loader is closed or gone: wait for nothing that only later workers would need."""
+        self._template.is_ending = True
 
     def close(self) -> None:
         """Let go of the selector and of the template; workers must be gone."""

@@ -13,8 +13,8 @@ start and kill: signals never interrupt it, and workers die with the thread that
 
 Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` gives all there are; `start_worker`,
 `kill_worker`, `stop_worker`, `abandon_worker`, `send_fill`, `send_call`, `send_cancel`, `drop_segment`, `drop_session`,
-`kill_all`, `stop`, `close`, `observe`, `who`, `pids`; `is_inline`, `shares_dataset`, `needs_drain`, `kills_at_once`,
-`recycles`, `unreaped_s`.
+`kill_all`, `end_soon`, `stop`, `close`, `observe`, `who`, `pids`; `is_inline`, `shares_dataset`, `needs_drain`,
+`kills_at_once`, `recycles`, `unreaped_s`.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ from ringloader._core.units import MARKER
 from ringloader._runtime import memory
 from ringloader._runtime.cuda import Cuda, Stream
 from ringloader._runtime.fences import Fences, Key
+from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.pinning import Pins
-from ringloader._runtime.segment import RoomError, Segment
+from ringloader._runtime.segment import Segment
 from ringloader.errors import InternalError
 
 # How often the end of the interpreter looks whether copies are over.

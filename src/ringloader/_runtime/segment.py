@@ -7,35 +7,20 @@ cannot be left behind, whoever is killed. Where `/dev/shm` is too small a segmen
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import posix_ipc
 
 from ringloader._core.units import in_words
 from ringloader._runtime import memory, pages
+from ringloader._runtime.lacks import RoomError, translate
 from ringloader._runtime.pages import Mapping
-
-_Result = TypeVar("_Result")
 
 _SHM_DIR = "/dev/shm"
 # Memory is reserved in steps this large, with a fresh look at what is left before each.
 _STEP_NBYTES = 64 << 20
 # 18 characters with the slash: systems exist that allow 31.
 _NAME_PREFIX = "/rl-"
-_LACKS = {
-    errno.ENOSPC: "the file system for shared memory is full",
-    errno.ENOMEM: "the system has no memory or mappings left",
-    errno.EFBIG: "the limit on file sizes (ulimit -f) is lower",
-    errno.EMFILE: "this process has no descriptors left (ulimit -n)",
-    errno.ENFILE: "the system has no descriptors left",
-}
-
-
-class RoomError(Exception):
-    """There is no room for a segment; the text says needed and free bytes."""
 
 
 class Segment:
@@ -60,7 +45,7 @@ class Segment:
             except BaseException:
                 os.close(fd)
                 raise
-        fd = _translate(os.memfd_create, "ringloader", os.MFD_CLOEXEC)
+        fd = translate(os.memfd_create, "ringloader", os.MFD_CLOEXEC)
         try:
             reserve(fd, nbytes)
         except BaseException:
@@ -93,7 +78,7 @@ class Segment:
 
 def map_shared(fd: int, nbytes: int) -> Mapping:
     """Map a segment for reading and writing, without touching its pages. Raises RoomError."""
-    return _translate(pages.map_file, fd, nbytes)
+    return translate(pages.map_file, fd, nbytes)
 
 
 def check_room(nbytes: int) -> None:
@@ -139,19 +124,12 @@ def _forget_name(name: str) -> None:
 def reserve(fd: int, nbytes: int, start: int = 0) -> None:
     """Reserve a file's bytes from `start` on, in huge pages where that can be. Raises RoomError."""
     huge = pages.HugePages(fd, nbytes)
-    for at in range(start, nbytes, _STEP_NBYTES):
-        step = min(_STEP_NBYTES, nbytes - at)
-        if at:
-            check_room(nbytes - at)
-        _translate(huge.ask, at, step)
-        _translate(os.posix_fallocate, fd, at, step)
-
-
-def _translate(call: Callable[..., _Result], *args: Any) -> _Result:
-    """Run a system call; a lack of anything becomes a RoomError in words."""
     try:
-        return call(*args)
-    except OSError as error:
-        if error.errno in _LACKS:
-            raise RoomError(f"a shared-memory segment could not be made: {_LACKS[error.errno]}") from error
-        raise
+        for at in range(start, nbytes, _STEP_NBYTES):
+            step = min(_STEP_NBYTES, nbytes - at)
+            if at:
+                check_room(nbytes - at)
+            translate(huge.ask, at, step)
+            translate(os.posix_fallocate, fd, at, step)
+    finally:
+        huge.close()

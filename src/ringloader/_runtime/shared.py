@@ -20,6 +20,7 @@ import numpy as np
 from ringloader._core.policy import check_duration
 from ringloader._core.units import in_words
 from ringloader._runtime import named, segment
+from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.named import Descriptor, Partial
 from ringloader._runtime.pages import Mapping, map_file
 from ringloader._specs import handles
@@ -303,7 +304,7 @@ def reserve(nbytes: int) -> Descriptor:
             named.reserve(partial.file.fd, nbytes, partial.name)
             return partial.file.dup()
         piece = segment.Segment.create(nbytes)
-    except segment.RoomError as error:
+    except RoomError as error:
         raise ConfigError(f"arrays of {in_words(nbytes)} cannot be shared: {error}", option="arrays", value=nbytes) from error
     fd, piece.fd = piece.fd, -1
     return Descriptor(fd, is_locked=False)

@@ -10,16 +10,18 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from ringloader import factory
 from ringloader._collate.collate import Collator
 from ringloader._core import messages as msg
 from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, is_iterable, retry_to_wire, run_init
+from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import WorkerSettings
 from ringloader._runtime.seeding import draw_key
-from ringloader._runtime.segment import RoomError, Segment
+from ringloader._runtime.segment import Segment
 from ringloader._runtime.torch_datasets import without_torch
 from ringloader._specs import main_module
 from ringloader._specs.handles import MAX_HANDLES, Shareable
@@ -82,9 +84,10 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
     except BaseException:
         close_all(closing)
         raise
+    torch_origin = _torch_origin(settings.pop("modules"))  # type: ignore[arg-type]
     settings |= {"rank": rank, "world_size": world_size}
     hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)
-    return WorkerSettings(settings, hash_seed, tuple([fd for fd, _ in closing])), length, closing
+    return WorkerSettings(settings, hash_seed, tuple([fd for fd, _ in closing]), torch_origin), length, closing
 
 
 def _settings(dataset: Any, options: Options, closing: list[Closing]) -> tuple[dict[str, object], int]:
@@ -92,7 +95,9 @@ def _settings(dataset: Any, options: Options, closing: list[Closing]) -> tuple[d
     collate, init_fn, used = _callables(options)
     retry = retry_to_wire(options.faults.retry)
     kinds: list[bytes] = retry[3] if retry else []  # type: ignore[assignment]
-    needs_main = any(factory.callable_needs_main(wire) for wire in (collate, init_fn, *kinds) if wire)
+    wires = [wire for wire in (collate, init_fn, *kinds) if wire]
+    needs_main = any(map(factory.callable_needs_main, wires))
+    modules = set().union(*map(factory.callable_modules, wires))
     settings = {**_plain_settings(options), "collate": collate, "init_fn": init_fn, "retry": retry}
     length = -1
     dataset = without_torch(dataset, options)
@@ -101,17 +106,40 @@ def _settings(dataset: Any, options: Options, closing: list[Closing]) -> tuple[d
         settings["spec"] = spec.to_wire()
         used += spec.handles
         needs_main = needs_main or spec.needs_main
+        modules |= spec.modules
     else:
         payload_fd, sizes, pickled = _pickle(dataset)
         closing.append((payload_fd, functools.partial(os.close, payload_fd)))
         settings["payload_sizes"] = sizes
         needs_main = needs_main or pickled.needs_main
         used += pickled.handles
+        modules |= {kind.__module__ for kind in type(dataset).__mro__}
         length = len(dataset) if hasattr(dataset, "__len__") and not is_iterable(dataset) else -1
     main = main_module.describe_main() if needs_main else None
     settings["main"] = main.to_wire() if main is not None else {}
     settings["handles"] = _lend(used, closing)
+    settings["modules"] = modules
     return settings, length
+
+
+def _torch_origin(names: set[str]) -> str:
+    """Where this process has torch from, if workers will import it with modules of these names; else ""."""
+    torch = sys.modules.get("torch")
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    if torch is None or not any(_is_of_torch(module) or any(map(_is_of_torch, vars(module).values())) for module in modules):
+        return ""
+    return str(getattr(torch, "__file__", ""))
+
+
+def _is_of_torch(value: object) -> bool:
+    # By type first: objects of the user's may answer anything when they are asked for an attribute.
+    if isinstance(value, ModuleType):
+        name = value.__name__
+    elif isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        name = value.__module__
+    else:
+        return False
+    return isinstance(name, str) and name.partition(".")[0] == "torch"
 
 
 def _plain_settings(options: Options) -> dict[str, object]:

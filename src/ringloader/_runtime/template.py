@@ -14,6 +14,7 @@ import resource
 import socket
 import subprocess
 import threading
+import time
 from dataclasses import dataclass
 
 from ringloader._runtime import forking
@@ -21,10 +22,14 @@ from ringloader._runtime.process import environment, spawn
 
 _PROGRAM = (
     "from ringloader._runtime.forking import serve; from ringloader._runtime.worker import main; "
-    "fd = serve({fd}); fd is None or main(fd)"
+    "fd = serve({fd}, {torch_origin!r}); fd is None or main(fd)"
 )
 # A new interpreter is there after 0.1 s. One that takes much longer comes to be used when it is there.
 _BOOT_S = 1.5
+# One that imports torch takes seconds, as each worker would by itself. Only the first is waited for so long.
+_TORCH_BOOT_S = 30.0
+# How often it is looked whether the loader is still there, while a template is waited for.
+_LOOK_S = 0.05
 # Splitting takes a millisecond. A template that does not answer, stopped perhaps, keeps workers from being started meanwhile.
 _ANSWER_S = 1.5
 _KILL_S = 1.0
@@ -53,12 +58,15 @@ class _Conditions:
 class Template:
     """Makes workers of one hash seed, as long as it can."""
 
-    def __init__(self, hash_seed: int) -> None:
+    def __init__(self, hash_seed: int, torch_origin: str = "") -> None:
+        self.is_ending = False  # no more workers will be wanted: set by anybody
         self._hash_seed = hash_seed
+        self._torch_origin = torch_origin
         self._popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._conditions: _Conditions | None = None
         self._is_ready = False
+        self._is_first = True
         self._num_lost = 0
         self._is_unfit = os.environ.get("RINGLOADER_TEMPLATE") == "0"
 
@@ -74,8 +82,9 @@ class Template:
             self.close()
         wait_s = 0.0
         if self._popen is None:
+            wait_s = _TORCH_BOOT_S if self._torch_origin and self._is_first else _BOOT_S
+            self._is_first = False
             self._launch(conditions)
-            wait_s = _BOOT_S
         if not self._is_ready and not self._hear(wait_s):
             return None
         return self._ask(fd, conditions.streams)
@@ -83,7 +92,8 @@ class Template:
     def _launch(self, conditions: _Conditions) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._popen = spawn(_PROGRAM.format(fd=theirs.fileno()), theirs.fileno(), conditions.environment)
+            program = _PROGRAM.format(fd=theirs.fileno(), torch_origin=self._torch_origin)
+            self._popen = spawn(program, theirs.fileno(), conditions.environment)
         except BaseException:
             ours.close()
             raise
@@ -98,7 +108,9 @@ class Template:
             return False
         self._is_ready = word == forking.READY
         if not self._is_ready:
-            self._is_unfit = word == forking.UNFIT
+            # Perhaps it is torch that starts threads when it is imported: once more without.
+            self._is_unfit = word == forking.UNFIT and not self._torch_origin
+            self._torch_origin = ""
             self._lose()
         return self._is_ready
 
@@ -132,13 +144,17 @@ class Template:
     def _receive(self, wait_s: float) -> bytes | None:
         """What the template says, b"" when it has ended, None when it says nothing for so long."""
         assert self._sock is not None
-        try:
-            self._sock.settimeout(wait_s)
-            return self._sock.recv(64)
-        except (TimeoutError, BlockingIOError):
-            return None
-        except OSError:
-            return b""
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                self._sock.settimeout(max(0.0, min(left_s, _LOOK_S)))
+                return self._sock.recv(64)
+            except (TimeoutError, BlockingIOError):
+                if left_s <= 0 or self.is_ending:
+                    return None
+            except OSError:
+                return b""
 
     def _lose(self) -> None:
         self._num_lost += 1

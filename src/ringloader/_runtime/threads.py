@@ -187,6 +187,9 @@ class ThreadPool:
             self._abandon(member)
         return [(member.worker_id, member.incarnation) for member in self._abandoned]
 
+    def end_soon(self) -> None:
+        pass
+
     def stop(self, stop_s: float) -> None:
         """Have every thread leave, and wait for that a little."""
         members = [*self._members.values(), *self._abandoned]

@@ -24,6 +24,7 @@ from ringloader._core import messages as msg
 from ringloader._core.digests import attribute_digests
 from ringloader._runtime import status
 from ringloader._runtime.filler import Filler
+from ringloader._runtime.lacks import translate
 from ringloader._runtime.pages import Mapping, map_file
 from ringloader._runtime.pipe import BlockingPipe, Closed
 from ringloader._runtime.seeding import LateImports, Seeder
@@ -182,7 +183,7 @@ class _Worker:
 
     def _map(self, fill: msg.Fill, fds: list[int]) -> None:
         for (segment_id, nbytes), fd in zip(fill.attach, fds, strict=True):
-            mapping = self._segments[segment_id] = map_file(fd, nbytes)
+            mapping = self._segments[segment_id] = translate(map_file, fd, nbytes)
             # A child that the dataset forks and that comes back from it by mistake must not write into slots.
             mapping.memory.madvise(mmap.MADV_DONTFORK)
             os.close(fd)
