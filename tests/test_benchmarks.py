@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.long
 
 
 def test_bench_throughput_quick_writes_a_row_for_each_contender(tmp_path: Path) -> None:

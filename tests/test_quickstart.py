@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.long
 def test_quickstart_with_a_killed_worker_trains_and_delivers_each_window_once() -> None:
     """Training survives the kill: exit code 0, a restart, every window once per epoch, a lower loss."""
     command = [sys.executable, "scripts/quickstart_train.py", "--windows", "1024"]

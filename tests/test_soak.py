@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_soak_of_a_minute_loses_repeats_and_leaves_nothing(tmp_path: Path) -> None:
     """Exit code 0, and enough went wrong for that to mean something."""

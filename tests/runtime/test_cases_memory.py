@@ -187,6 +187,7 @@ def resident_nbytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+@pytest.mark.long
 def test_b36_loaders_that_are_dropped_leave_nothing() -> None:
     """Sixty loaders made, begun and dropped: descriptors, threads, children and memory are as after the fifth."""
     before = belongings()

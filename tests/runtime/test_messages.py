@@ -321,6 +321,7 @@ def plain(text: str) -> str:
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.long
 def test_every_message_is_what_was_read_and_agreed(tmp_path: Path) -> None:
     """What happened, to which sample, why, and what to do: as in tests/messages.txt."""
     sections = []

@@ -521,6 +521,7 @@ def test_small_shm_is_no_obstacle_without_a_name_and_an_error_with_sizes_with_on
     assert left in ("[]", "['ringloader.0.big.lock']")
 
 
+@pytest.mark.long
 def test_four_ranks_build_once(name: str, tmp_path: Path) -> None:
     """Four processes started by torchrun's rules, with gloo: one copy, built once, the same for all."""
     source = (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,6 +279,61 @@ def test_template_that_is_slow_to_come_is_used_when_it_is_there(a_socket: int, m
     template.close()
 
 
+def test_template_that_torch_makes_unfit_is_tried_without(a_socket: int) -> None:
+    """Some build of it may start threads when it is imported."""
+    template = Scripted([forking.UNFIT])
+    template._torch_origin = "/torch/__init__.py"
+    assert template.split(a_socket) is None
+    assert (template._is_unfit, template._torch_origin) == (False, "")
+    template.words = [forking.READY, forking.ANSWER.pack(4244)]
+    assert template.split(a_socket) == 4244
+    template.close()
+
+
+def test_loader_that_is_closed_waits_for_no_template(a_socket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for one that imports torch."""
+    monkeypatch.setattr("ringloader._runtime.template._BOOT_S", 60.0 * UNIT_S)
+    template = Scripted([])
+    threading.Timer(0.1, lambda: setattr(template, "is_ending", True)).start()
+    began_s = time.monotonic()
+    assert template.split(a_socket) is None
+    assert time.monotonic() - began_s < 10.0 * UNIT_S
+    template.close()
+
+
+_WITH_TORCH = """
+import sys
+was_there = "torch" in sys.modules
+import torch
+
+class Tensors(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.full((3,), float(index)), index
+    def work(self):
+        torch.set_num_threads(2)
+        weights = torch.ones(300, 300, requires_grad=True)
+        (weights @ weights).sum().backward()
+        return [was_there, float(weights.grad.sum()), torch.get_num_threads()]
+"""
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_torch_that_workers_will_import_is_there_already(
+    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the dataset's module has it here, the template imports it once; of a module that was not imported nobody knows."""
+    name = f"with_torch_{is_known}".lower()
+    (tmp_path / f"{name}.py").write_text(_WITH_TORCH)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = FactorySpec(importlib.import_module(name).Tensors if is_known else f"{name}:Tensors")
+    with Loader(spec, batch_size=4, num_workers=2) as loader:
+        assert [indices.tolist() for _, indices in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert loader.call("work") == [[is_known, 2 * 300.0**3, 2]] * 2
+        assert all(map(is_split, loader.stats().worker_pids))
+
+
 _ORPHANS = """
 import os, signal, sys
 from ringloader import FactorySpec, Loader
@@ -302,8 +359,6 @@ def test_template_does_not_outlive_the_program(end: str, tmp_path: Path) -> None
 
 def test_process_of_several_threads_refuses_to_be_a_template() -> None:
     """Here: the tests' own."""
-    import threading
-
     thread = threading.Thread(target=time.sleep, args=(0.5,))
     thread.start()
     with pytest.raises(OSError, match="several threads"):
