@@ -33,7 +33,11 @@ class Facts(Numbers):
         fds = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd)]
         return {
             "parent": os.getppid(),
-            "leads": [os.getsid(0) == pid, os.getpgid(0) == pid, threading.get_native_id() == pid],
+            "leads": [
+                os.getsid(0) == pid,
+                os.getpgid(0) == pid,
+                threading.get_native_id() == pid == threading.main_thread().native_id,
+            ],
             "robust": [head.value is not None, nbytes.value],
             "status": {name: status[name].strip() for name in _STATUS if name in status},
             "limits": [list(resource.getrlimit(k)) for k in range(16)],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib
+import mmap
 import os
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -209,27 +212,32 @@ def test_template_that_cannot_be_had_costs_no_worker(how: str, tmp_path: Path, m
 
 
 class Scripted(Template):
-    """A template whose process says what a test tells it to; `late`: only when it is killed."""
+    """A template whose process says what a test tells it to.
 
-    def __init__(self, words: list[bytes], late: bytes = b"") -> None:
+    `late`: what the kernel has noted by the time that it ends. `is_stuck`: it is not ended by the first attempt.
+    """
+
+    pid = 0
+
+    def __init__(self, words: list[bytes], late: int = 0, is_stuck: bool = False) -> None:
         super().__init__(0)
-        self.words, self.late = words, late
+        self.words, self.late, self.is_stuck = words, late, is_stuck
 
     def _launch(self, conditions: Any) -> None:
         self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._popen, self._conditions = self, conditions  # type: ignore[assignment]
+        self.page = self._page = mmap.mmap(-1, mmap.PAGESIZE)
         for word in self.words:
             self.theirs.send(word)
 
     def kill(self) -> None:
-        late, self.late = self.late, b""
-        if late:
-            self.theirs.recv(64)  # an answer comes after its request was read
-            self.theirs.send(late)
         self.theirs.close()
 
-    def wait(self, timeout_s: float) -> None:
-        pass
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self.is_stuck and timeout_s is not None:
+            raise subprocess.TimeoutExpired("template", timeout_s)
+        if self.late:
+            memoryview(self.page).cast("i")[0] = self.late
 
 
 @pytest.fixture
@@ -249,22 +257,103 @@ def test_kernel_that_does_not_know_how_is_asked_once(number: int, a_socket: int)
     assert template._popen is None
 
 
-def test_lack_of_processes_is_an_error_of_the_start(a_socket: int) -> None:
-    """As with any process that cannot be started; the template stays."""
+def test_template_gives_way_where_there_is_no_process_more(a_socket: int) -> None:
+    """The limit may leave room for a worker then; another is made for the next one, as it may be higher."""
     template = Scripted([forking.READY, forking.ANSWER.pack(-errno.EAGAIN)])
-    with pytest.raises(OSError, match="temporarily unavailable") as caught:
-        template.split(a_socket)
-    assert caught.value.errno == errno.EAGAIN
-    assert template._popen is not None
-    template.close()
+    assert template.split(a_socket) is None
+    assert (template._popen, template._is_unfit) == (None, False)
 
 
 def test_worker_that_is_told_of_at_the_last_moment_is_known(a_socket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that is ended for its silence may have split one off: its answer is read after its end."""
+    """A template that is ended for its silence may have split one off: the kernel has noted that."""
     monkeypatch.setattr("ringloader._runtime.template._ANSWER_S", 0.05)
-    template = Scripted([forking.READY], late=forking.ANSWER.pack(4242))
+    template = Scripted([forking.READY], late=4242)
     assert template.split(a_socket) == 4242
-    template.close()
+    assert template._popen is None
+
+
+def test_worker_of_a_template_that_cannot_be_ended_is_ended_after_it(a_socket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the hands of a debugger: another worker is started meanwhile, and the one that nobody knows of does not stay."""
+    monkeypatch.setattr("ringloader._runtime.template._ANSWER_S", 0.05)
+    with subprocess.Popen(["sleep", "600"]) as unknown, subprocess.Popen(["sleep", "600"]) as known:
+        template = Scripted([forking.READY], late=unknown.pid, is_stuck=True)
+        assert template.split(a_socket) is None
+        assert wait_until(lambda: not is_alive(unknown.pid))
+        template = Scripted([forking.READY, forking.ANSWER.pack(known.pid)], is_stuck=True)
+        assert template.split(a_socket) == known.pid
+        assert not template.close()
+        assert wait_until(lambda: not any(thread.name == "waits-for-0" for thread in threading.enumerate()))
+        assert is_alive(known.pid)
+        known.kill()
+
+
+_DIES_AFTER_SPLITTING = """
+import os, signal
+def end():
+    if "forking" in "".join(open("/proc/self/cmdline")) and not os.path.exists({mark!r}):
+        open({mark!r}, "w").close()
+        os.kill(os.getpid(), signal.{name})
+os.register_at_fork(after_in_parent=end)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_template_that_ends_before_it_answers_leaves_no_worker_unknown(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has split off works for the loader, which knows all its children, and reaps them."""
+    (tmp_path / "sitecustomize.py").write_text(_DIES_AFTER_SPLITTING.format(mark=str(tmp_path / "mark"), name=name))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    before = {child.pid for child in psutil.Process().children()}
+    with make(2) as loader:
+        assert read(loader) == list(range(8))
+        assert wait_until(lambda: len(loader.stats().worker_pids) == 2)
+        popen = template_of(loader)._popen
+        known = {*loader.stats().worker_pids, *([popen.pid] if popen is not None else [])}
+        assert (tmp_path / "mark").exists()
+        assert {child.pid for child in psutil.Process().children()} - before == known
+        assert loader.stats().num_restarts == 0
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+_CLOSED = """
+import os, sys
+for number in map(int, sys.argv[2:]):
+    os.close(number)
+from ringloader import FactorySpec, Loader
+from tests.runtime.process_datasets import Facts
+if __name__ == "__main__":
+    with Loader(FactorySpec(Facts, 8), batch_size=2, num_workers=2, output="numpy") as loader:
+        seen = [int(i) for _, indices in loader for i in indices]
+        streams = loader.call("facts")[0]["streams"]
+    with open(sys.argv[1], "w") as file:
+        print(seen == list(range(8)), *[streams[number] for number in map(int, sys.argv[2:])], file=file)
+"""
+
+
+@pytest.mark.parametrize("closed", [["1"], ["2"], ["0", "1", "2"]])
+@pytest.mark.parametrize("is_split", [True, False])
+def test_streams_that_are_closed_are_closed_to_workers(closed: list[str], is_split: bool, tmp_path: Path) -> None:
+    """Nothing else takes their numbers: neither a socket nor a page that would get what is printed."""
+    program = Program(environment=(("RINGLOADER_TEMPLATE", "1" if is_split else "0"),))
+    done = run(tmp_path, _CLOSED, str(tmp_path / "out"), *closed, program=program)
+    assert done.returncode == 0
+    assert (tmp_path / "out").read_text().split() == ["True", *["/dev/null"] * len(closed)]
+
+
+def test_umask_is_that_of_the_moment() -> None:
+    """As are user, groups, capabilities and whatever else the kernel says of this process."""
+    with make(1) as loader:
+        read(loader)
+        old = process_of(loader).pid
+        before = os.umask(0o067)
+        try:
+            kill_worker(loader)
+            (facts,) = loader.call("facts")
+            assert facts["status"]["Umask"] == "0067"
+        finally:
+            os.umask(before)
+        assert process_of(loader).pid != old
 
 
 def test_template_that_is_slow_to_come_is_used_when_it_is_there(a_socket: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,5 +451,5 @@ def test_process_of_several_threads_refuses_to_be_a_template() -> None:
     thread = threading.Thread(target=time.sleep, args=(0.5,))
     thread.start()
     with pytest.raises(OSError, match="several threads"):
-        forking._Splitter()
+        forking.Splitter(ctypes.c_int())
     thread.join()

@@ -4,7 +4,11 @@ Owns the split. A worker so made is a child of the training process, not of the 
 own end with its parent are as those of any process that the training process starts. That takes a system call of its own, for
 `fork` has no such thing: clone3 with CLONE_PARENT, and around it what the C library's `fork` does for a process of one thread,
 its thread id and its list of robust mutexes. With more threads than one there would be more to do, and the template says that
-it is unfit. Must import nothing of the user's. Source: clone(2), PR_GET_TID_ADDRESS of prctl(2), get_robust_list(2).
+it is unfit, as it does with another C library. Must import nothing of the user's. Source: clone(2), PR_GET_TID_ADDRESS of
+prctl(2), get_robust_list(2).
+
+One page is shared with the training process: int32 at 0, written by the kernel, is the process id of the last worker that was
+split off, before that worker runs. So one whose template ends before it can answer is known all the same.
 """
 
 from __future__ import annotations
@@ -13,16 +17,19 @@ import ctypes
 import errno
 import gc
 import importlib.util
+import mmap
 import os
 import signal
 import socket
 import struct
+import threading
 
 # What the template says first, and what it is asked for, with the numbers of the standard streams whose descriptors follow.
 READY, UNFIT, SPLIT = b"ready", b"unfit", b"split"
 ANSWER = struct.Struct("<q")  # a process id, or an error number below 0
+_STREAMS = (1, 2)
 _PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 1, 40
-_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_CLONE_PARENT, _CLONE_PARENT_SETTID, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x100000, 0x200000, 0x1000000
 _SYS_CLONE3 = 435
 # By machine: the numbers of set_robust_list and get_robust_list.
 _ROBUST_LISTS = {"x86_64": (273, 274), "aarch64": (99, 100)}
@@ -37,12 +44,14 @@ class _CloneArguments(ctypes.Structure):
     ]
 
 
-class _Splitter:
-    """Makes siblings of this process. Raises OSError where that cannot be done."""
+class Splitter:
+    """Makes siblings of this process, and has the kernel note their ids at `note`. Raises OSError where that cannot be done."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: ctypes.c_int) -> None:
         if len(os.listdir("/proc/self/task")) > 1:
             raise OSError(errno.EBUSY, "this process has several threads")
+        if not os.confstr("CS_GNU_LIBC_VERSION"):
+            raise OSError(errno.ENOSYS, "this is another C library than the one whose `fork` is done here")
         # Calls that keep the interpreter's lock: nothing else may run between what goes before the split and what comes after.
         self._libc = ctypes.PyDLL(None, use_errno=True)
         self._libc.syscall.restype = ctypes.c_long
@@ -51,8 +60,11 @@ class _Splitter:
         self._check(self._libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(tid_address), 0, 0, 0))
         found = ctypes.byref(self._robust_list), ctypes.byref(self._robust_nbytes)
         self._check(self._libc.syscall(get_robust_list, 0, *found))
+        self._note = note
         self._arguments = _CloneArguments(
-            flags=_CLONE_PARENT | _CLONE_CHILD_CLEARTID | _CLONE_CHILD_SETTID, child_tid=tid_address.value
+            flags=_CLONE_PARENT | _CLONE_PARENT_SETTID | _CLONE_CHILD_CLEARTID | _CLONE_CHILD_SETTID,
+            child_tid=tid_address.value,
+            parent_tid=ctypes.addressof(note),
         )
 
     def split(self) -> int:
@@ -77,39 +89,54 @@ class _Splitter:
             raise OSError(number, os.strerror(number))
 
 
-def serve(fd: int, torch_origin: str = "") -> int | None:
+def serve(fd: int, page_fd: int, parent_pid: int, torch_origin: str = "") -> int | None:
     """Split off workers until the other end of the socket `fd` is closed; they have the torch of that file imported.
 
     Returns in each of them, with the descriptor of the worker's own socket, and with None when it is over.
     """
+    fill_streams()
     with socket.socket(fileno=fd) as sock:
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            from ringloader._runtime import building, worker  # noqa: F401  what every worker begins with
+            return _serve(sock, page_fd, parent_pid, torch_origin)
+        except (BrokenPipeError, ConnectionResetError):
+            return None  # nobody is there to hear
 
-            if torch_origin:
-                _import_torch(torch_origin)
-            splitter = _Splitter()
-            # What is there by now is never garbage, and looking for some would write to pages that all workers share.
-            gc.freeze()
-            sock.send(READY)
-        except (OSError, AttributeError):
-            sock.send(UNFIT)
+
+def _serve(sock: socket.socket, page_fd: int, parent_pid: int, torch_origin: str) -> int | None:
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:
+            return None  # it died before we were tied to it
+        note = ctypes.c_int.from_buffer(mmap.mmap(page_fd, mmap.PAGESIZE))
+        os.close(page_fd)
+        from ringloader._runtime import building, worker  # noqa: F401  what every worker begins with
+
+        if torch_origin:
+            _import_torch(torch_origin)
+        splitter = Splitter(note)
+    except (OSError, AttributeError):
+        sock.send(UNFIT)
+        return None
+    # What is there by now is never garbage, and looking for some would write to pages that all workers share.
+    gc.freeze()
+    # Whoever waits for the end of what the training process wrote to shall not wait for this one.
+    _give_streams(())
+    sock.send(READY)
+    while True:
+        request, fds, _, _ = socket.recv_fds(sock, 64, 4, socket.MSG_CMSG_CLOEXEC)
+        if not request:
             return None
-        while True:
-            request, fds, _, _ = socket.recv_fds(sock, 64, 4, socket.MSG_CMSG_CLOEXEC)
-            if not request:
-                return None
-            try:
-                pid = splitter.split()
-            except OSError as error:
-                pid = -(error.errno or errno.EINVAL)
-            if pid == 0:
-                _settle(fds[1:], request[len(SPLIT) :])
-                return fds[0]
-            for each in fds:
-                os.close(each)
-            sock.send(ANSWER.pack(pid))
+        streams = request[len(SPLIT) :]
+        try:
+            pid = splitter.split() if len(fds) == 1 + len(streams) else -errno.EMFILE
+        except OSError as error:
+            pid = -(error.errno or errno.EINVAL)
+        if pid == 0:
+            _settle(dict(zip(streams, fds[1:], strict=True)))
+            return fds[0]
+        for each in fds:
+            os.close(each)
+        sock.send(ANSWER.pack(pid))
 
 
 def _import_torch(origin: str) -> None:
@@ -122,9 +149,30 @@ def _import_torch(origin: str) -> None:
         pass  # workers that need it will say what is wrong
 
 
-def _settle(fds: list[int], streams: bytes) -> None:
+def _settle(streams: dict[int, int]) -> None:
     """Be a process of one's own, as a new one would be: a session, and the standard streams of the training process."""
     os.setsid()
-    for fd, stream in zip(fds, streams, strict=True):
-        os.dup2(fd, stream)
+    _give_streams(tuple(streams.items()))
+    for fd in streams.values():
         os.close(fd)
+    renew = getattr(threading.main_thread(), "_set_native_id", None)
+    if renew is not None:
+        renew()
+
+
+def _give_streams(streams: tuple[tuple[int, int], ...]) -> None:
+    given = dict(streams)
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for stream in _STREAMS:
+        os.dup2(given.get(stream, nothing), stream)
+    os.close(nothing)
+
+
+def fill_streams() -> None:
+    """Where a standard stream is closed, open its number for nothing: a socket there would get what is printed."""
+    while True:
+        fd = os.open(os.devnull, os.O_RDWR)
+        if fd > max(_STREAMS):
+            os.close(fd)
+            return
+        os.set_inheritable(fd, True)

@@ -7,6 +7,8 @@ children can be ended with it. Must only ever wait for and signal what it starte
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import os
 import signal
 import socket
@@ -26,6 +28,7 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 # -P keeps the working directory out of sys.path until the handshake brings the parent's own path: a ./socket.py there must not
 # be imported instead of the standard library's.
 _BOOTSTRAP = f"import sys; sys.path.append({_PACKAGE_ROOT!r}); "
+_MAX_STREAM = 2
 _PROGRAM = "from ringloader._runtime.worker import main; main({fd})"
 
 
@@ -53,18 +56,22 @@ class WorkerProcess:
     @classmethod
     def start(cls, hash_seed: int, page: StatusPage, template: Splits) -> WorkerProcess:
         """Start a process that runs a worker. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        try:
-            pid = template.split(theirs.fileno())
-            if pid is not None:
-                return cls(pid, ours, page)
-            popen = spawn(_PROGRAM.format(fd=theirs.fileno()), theirs.fileno(), environment(hash_seed))
-        except BaseException:
+        for launch in (template.split, functools.partial(_spawn_worker, hash_seed)):
+            # A pair for each way: one that was split off and is not known must not read what the other gets.
+            ours, theirs = socket_pair()
+            try:
+                started = launch(theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
+            if isinstance(started, int):
+                return cls(started, ours, page)
+            if started is not None:
+                return cls(started.pid, ours, page, started)
             ours.close()
-            raise
-        finally:
-            theirs.close()
-        return cls(popen.pid, ours, page, popen)
+        raise AssertionError("an interpreter is started, or there is an error")
 
     def signal(self, number: int) -> None:
         """Send a signal unless the process has been reaped."""
@@ -155,18 +162,37 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def spawn(program: str, fd: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start an interpreter in a session of its own that runs a text of code and inherits one descriptor. Raises OSError."""
+def socket_pair(kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:
+    """Return two sockets, the second at a number that is no standard stream's, one of which may be closed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    if theirs.fileno() > _MAX_STREAM:
+        return ours, theirs
+    try:
+        return ours, socket.socket(fileno=fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, _MAX_STREAM + 1))
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+
+
+def _spawn_worker(hash_seed: int, fd: int) -> subprocess.Popen[bytes]:
+    return spawn(_PROGRAM.format(fd=fd), (fd,), environment(hash_seed))
+
+
+def spawn(program: str, fds: tuple[int, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start an interpreter in a session of its own that runs a text of code and inherits descriptors. Raises OSError."""
     return subprocess.Popen(
-        [*_interpreter(), "-c", _BOOTSTRAP + program],
+        [*interpreter(), "-c", _BOOTSTRAP + program],
         stdin=subprocess.DEVNULL,
-        pass_fds=(fd,),
+        pass_fds=fds,
         start_new_session=True,
         env=environment,
     )
 
 
-def _interpreter() -> list[str]:
+def interpreter() -> list[str]:
+    """The command that starts one like this."""
     # The flags of this interpreter (-O, -X dev, -W ...), as multiprocessing passes them on.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P"]

@@ -24,6 +24,7 @@ from ringloader._core import messages as msg
 from ringloader._core.digests import attribute_digests
 from ringloader._runtime import status
 from ringloader._runtime.filler import Filler
+from ringloader._runtime.forking import fill_streams
 from ringloader._runtime.lacks import translate
 from ringloader._runtime.pages import Mapping, map_file
 from ringloader._runtime.pipe import BlockingPipe, Closed
@@ -39,6 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(fd: int) -> None:
     """Run a worker on the socket `fd` until it is not needed any more."""
+    fill_streams()
     _tie_to_parent()
     # Closed by us, not by the end of the interpreter, which would warn of it under -W error or -X dev.
     with socket.socket(fileno=fd) as sock:
