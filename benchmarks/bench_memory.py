@@ -1,8 +1,9 @@
 """What does a large dataset cost in memory, with one worker and with eight?
 
 Method. Each configuration is a process of its own: it makes the dataset, reads epochs until every worker has touched every row
-(each sample touches all of them), and sums the proportional set size (PSS) of itself and its workers, all shared memory
-included. Then it reads two more epochs (of dicts and records one) and sums again, for what grows by being read. Datasets:
+(each sample touches all of them), and sums the proportional set size (PSS) of itself, its workers and what they are split
+off, all shared memory included. Then it reads two more epochs (of dicts and records one) and sums again, for what grows by
+being read. Datasets:
 `plain`, a user's class with an array; `tensors`, torch's `TensorDataset` of rows of 4 KiB, of which one in 64 KiB is read, the
 kernel mapping those around it, until the RSS of each worker is as large as the data; `shared`, the class over `SharedArrays`;
 `file`, over a memory-mapped `.npy`; `dicts`, a list of small dicts, which ringloader refuses to send, and `records`, the same
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from benchmarks.measure import helpers_of
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ROW_NBYTES = 64 << 10
@@ -211,10 +213,10 @@ def measure(job: Job) -> dict[str, Any]:
             if len(pids) >= job.num_workers:
                 break
         num_more = job.num_epochs - 1 if job.case not in ("dicts", "records") else 1
-        first = _pss(pids)
+        first = _pss(pids | helpers_of(loader))
         for _ in range(num_more):
             pids |= _read(job, loader, data_nbytes)
-        later = _pss(pids)
+        later = _pss(pids | helpers_of(loader))
     mib = 1 << 20
     return {
         "base_mib": base / mib,

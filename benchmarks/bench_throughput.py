@@ -14,8 +14,8 @@ the lower of the two. `in place` is the same samples out of our array datasets, 
 is measured too where it is installed.
 
 `start`: from making a loader with 4 workers on a small dataset to its first batch, and the workers' memory (PSS without shared
-segments); imports are not part of it, their time is in the JSON. `epoch`: from `iter` to the first batch of a later epoch,
-less the time that one batch takes inline.
+segments, the process that ours are split off included); imports are not part of it, their time is in the JSON.
+`epoch`: from `iter` to the first batch of a later epoch, less the time that one batch takes inline.
 
     python -m benchmarks.bench_throughput --json throughput.json
     python -m benchmarks.bench_throughput --workloads arrays jpeg --consume sum --rounds 7
