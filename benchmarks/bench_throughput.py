@@ -13,8 +13,9 @@ by row or as a block, whichever is faster; `getitem` is as many processes that o
 the lower of the two. `in place` is the same samples out of our array datasets, which write whole batches into the ring. SPDL
 is measured too where it is installed.
 
-`start`: from making a loader with 4 workers on a small dataset to its first batch, and the workers' memory (PSS without shared
-segments, the process that ours are split off included); imports are not part of it, their time is in the JSON.
+`start`: from making a loader with 4 workers on a small dataset, of numpy and of torch, to its first batch, and the workers' memory
+(PSS without shared segments, the process that ours are split off included); imports are not part of it, their time is in the
+JSON.
 `epoch`: from `iter` to the first batch of a later epoch, less the time that one batch takes inline.
 
     python -m benchmarks.bench_throughput --json throughput.json
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.workloads import SMALL, WORKLOADS
+from benchmarks.workloads import SMALL, SMALL_TORCH, WORKLOADS
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SECTIONS = ("throughput", "start", "epoch")
@@ -95,13 +96,16 @@ def throughput(args: argparse.Namespace, failures: list[str]) -> list[dict[str, 
 def start(args: argparse.Namespace, failures: list[str]) -> list[dict[str, Any]]:
     """Time to the first batch and memory per worker."""
     names = ("ringloader", "DataLoader") if args.quick else ("ringloader", "DataLoader", "DataLoader spawn")
-    contenders = [Contender(name, SMALL.name, _NUM_START_WORKERS) for name in names]
+    contenders = [Contender(name, workload, _NUM_START_WORKERS) for workload in (SMALL.name, SMALL_TORCH) for name in names]
     rows = _section_rows(contenders, "start", args, failures)
     cells = [
-        (row["contender"], row["setting"], report.with_range(row["first_s"]), report.with_range(row["worker_mib"]))
+        (
+            *(row[name] for name in ("workload", "contender", "setting")),
+            *(report.with_range(row[name]) for name in ("first_s", "worker_mib")),
+        )
         for row in rows
     ]
-    report.show("start", ("contender", "setting", "first batch, s", "MiB per worker"), cells)
+    report.show("start", ("workload", "contender", "setting", "first batch, s", "MiB per worker"), cells)
     return rows
 
 
@@ -166,6 +170,7 @@ def _section_rows(
     measured = _interleave(contenders, args.rounds, {"kind": kind, "samples": args.samples}, failures)
     return [
         {
+            "workload": contender.workload,
             "contender": contender.name,
             "setting": contender.setting,
             **{name: report.summary(values) for name, values in columns.items()},

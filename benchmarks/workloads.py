@@ -244,9 +244,15 @@ WORKLOADS = {
 }
 # For how long things take to start, where the data should take no time.
 SMALL = Workload("small", Tiny, batch_size=32, num_batches=64)
+SMALL_TORCH = "small torch"  # the same in a module that imports torch: torch_workloads.py
 
 
 def find_workload(name: str, num_batches: int = 0) -> Workload:
     """Look a workload up; with `num_batches` above 0 its epochs are that long."""
-    workload = {**WORKLOADS, SMALL.name: SMALL}[name]
+    workloads = {**WORKLOADS, SMALL.name: SMALL}
+    if name == SMALL_TORCH:
+        from benchmarks import torch_workloads
+
+        workloads[name] = torch_workloads.SMALL_TORCH
+    workload = workloads[name]
     return replace(workload, num_batches=num_batches) if num_batches else workload
