@@ -13,9 +13,9 @@ by row or as a block, whichever is faster; `getitem` is as many processes that o
 the lower of the two. `in place` is the same samples out of our array datasets, which write whole batches into the ring. SPDL
 is measured too where it is installed.
 
-`start`: from making a loader with 4 workers on a small dataset, of numpy and of torch, to its first batch, and the workers' memory
-(PSS without shared segments, the process that ours are split off included); imports are not part of it, their time is in the
-JSON.
+`start`: from making a loader with 4 workers on a small dataset, of numpy and of torch, to its first batch, and the memory of
+workers (PSS without shared segments, the process that ours are split off included); imports are not part of it, their time is
+in the JSON.
 `epoch`: from `iter` to the first batch of a later epoch, less the time that one batch takes inline.
 
     python -m benchmarks.bench_throughput --json throughput.json

@@ -306,5 +306,5 @@ def test_b93_spec_of_ten_thousand_tensors_opens_no_descriptor() -> None:
         (batch,) = list(loader)
         assert [column.tolist() for column in batch] == [[10_000] * 4, [0.0, 4.0, 8.0, 12.0]]
         del batch
-        # A socket, a pidfd, a status page, the selector, the bell, the template's socket, and two for each segment.
-        assert num_descriptors() - before <= 6 + 2 * loader.stats().num_segments
+        # A socket, a pidfd, a status page, the selector, the bell, the template's socket and page, and two for each segment.
+        assert num_descriptors() - before <= 7 + 2 * loader.stats().num_segments
