@@ -307,6 +307,7 @@ class ProcessPool:
         members = list(self._members.values())
         for member in members:
             member.pipe.send(msg.Stop(msg.PROTOCOL_VERSION))
+        self._template.close()  # while they leave
         for wait_s, number in ((stop_s, signal.SIGTERM), (min(_TERM_S, stop_s), signal.SIGKILL), (_KILL_S, 0)):
             if self._reap_until(members, time.monotonic() + wait_s) or not number:
                 break
