@@ -88,9 +88,9 @@ class FactorySpec:
         return self._handles
 
     @property
-    def modules(self) -> set[str]:
-        """Names of the modules that `build` imports."""
-        return set(_modules_of(self._node))
+    def references(self) -> set[str]:
+        """What `build` imports, as "module:qualname"."""
+        return set(_references_in(self._node))
 
     def import_target(self) -> None:
         """Import what `build` will call, so that a slow or failing import shows as such. Raises what the import raises."""
@@ -171,17 +171,17 @@ def callable_needs_main(wire: bytes | memoryview) -> bool:
     return bool(_decode_node(wire)[1])
 
 
-def callable_modules(wire: bytes | memoryview) -> set[str]:
-    """Names of the modules that `callable_from_wire` imports."""
-    return set(_modules_of(_decode_node(wire)[0]))
+def callable_references(wire: bytes | memoryview) -> set[str]:
+    """What `callable_from_wire` imports, as "module:qualname"."""
+    return set(_references_in(_decode_node(wire)[0]))
 
 
-def _modules_of(node: Any) -> Iterator[str]:
+def _references_in(node: Any) -> Iterator[str]:
     if isinstance(node, list) and len(node) == 2 and node[0] == "r":
-        yield node[1].partition(":")[0]
+        yield node[1]
     elif isinstance(node, (list, dict)):
         for part in node.values() if isinstance(node, dict) else node:
-            yield from _modules_of(part)
+            yield from _references_in(part)
 
 
 def pickle_dataset(dataset: Any, max_nbytes: int = MAX_PICKLE_NBYTES) -> PickledDataset:

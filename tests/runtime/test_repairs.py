@@ -119,7 +119,7 @@ class Calling:
 def test_result_of_a_call_that_is_too_large_is_an_error_of_the_call() -> None:
     """Not the end of the worker."""
     pipe = FullPipe()
-    worker = _Worker(pipe)  # type: ignore[arg-type]
+    worker = _Worker(pipe, -1)  # type: ignore[arg-type]
     worker._filler = Calling()  # type: ignore[assignment]
     worker._call(msg.Call(5, "big", b""))
     assert [(answer.call_id, answer.error_type) for answer in pipe.sent] == [(5, "ProtocolError")]

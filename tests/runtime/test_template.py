@@ -11,17 +11,20 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from ringloader import FactorySpec, FaultPolicy, Loader
-from ringloader._runtime import forking
+from ringloader import FactoryError, FactorySpec, FaultPolicy, Loader
+from ringloader._runtime import forking, sources
 from ringloader._runtime.template import Template
 from tests.runtime.conftest import UNIT_S, wait_until
 from tests.runtime.process_datasets import Facts
@@ -370,7 +373,7 @@ def test_template_that_is_slow_to_come_is_used_when_it_is_there(a_socket: int, m
 
 def test_template_that_torch_makes_unfit_is_tried_without(a_socket: int) -> None:
     """Some build of it may start threads when it is imported."""
-    template = Scripted([forking.UNFIT])
+    template = Scripted([forking.UNFIT_WITH_TORCH])
     template._torch_origin = "/torch/__init__.py"
     assert template.split(a_socket) is None
     assert (template._is_unfit, template._torch_origin) == (False, "")
@@ -388,6 +391,14 @@ def test_loader_that_is_closed_waits_for_no_template(a_socket: int, monkeypatch:
     assert template.split(a_socket) is None
     assert time.monotonic() - began_s < 10.0 * UNIT_S
     template.close()
+
+
+def test_template_that_is_unfit_without_torch_is_not_tried_again(a_socket: int) -> None:
+    """Threads of its own: seconds of importing torch would change nothing."""
+    template = Scripted([forking.UNFIT])
+    template._torch_origin = "/torch/__init__.py"
+    assert template.split(a_socket) is None
+    assert template._is_unfit
 
 
 _WITH_TORCH = """
@@ -421,6 +432,82 @@ def test_torch_that_workers_will_import_is_there_already(
         assert [indices.tolist() for _, indices in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert loader.call("work") == [[is_known, 2 * 300.0**3, 2]] * 2
         assert all(map(is_split, loader.stats().worker_pids))
+
+
+_BEFORE_TORCH = """
+import sys
+if "torch" in sys.modules:
+    raise ImportError("to be imported before torch")
+"""
+_AFTER_IT = """
+import {first}
+import torch
+
+class Numbers:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return index
+"""
+
+
+def test_module_that_has_to_come_before_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker in which it fails because torch is there already begins again, without, and that is no death."""
+    first, name = "comes_before_torch", "has_one_before_torch"
+    (tmp_path / f"{first}.py").write_text(_BEFORE_TORCH)
+    (tmp_path / f"{name}.py").write_text(_AFTER_IT.format(first=first))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, first, ModuleType(first))  # as if this process had the right order
+    dataset = importlib.import_module(name).Numbers
+    with Loader(FactorySpec(dataset), batch_size=4, num_workers=2) as loader:
+        assert torch.cat(list(loader)).tolist() == list(range(8))
+        assert template_of(loader)._torch_origin == torch.__file__
+        kill_worker(loader)
+        assert torch.cat(list(loader)).tolist() == list(range(8))
+        assert loader.stats().num_restarts == 1
+
+
+def test_module_that_cannot_be_imported_is_said_once_whoever_has_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginning again helps only where torch was to blame."""
+    name = "fails_in_workers"
+    (tmp_path / f"{name}.py").write_text(
+        f"import torch\nimport os\nif os.getpid() != {os.getpid()}:\n    raise ImportError('not here')\nclass D: pass"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = FactorySpec(importlib.import_module(name).D)
+    with Loader(spec, batch_size=4, num_workers=1) as loader, pytest.raises(FactoryError, match="not here"):
+        next(iter(loader))
+
+
+class _Proxy:
+    """Answers nothing but with an error, as proxies of frameworks do outside of a request."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("outside of application context")
+
+
+class _Meta(type):
+    def __getattribute__(cls, name: str) -> Any:
+        raise RuntimeError("asked a class")
+
+
+class _Odd(metaclass=_Meta):
+    pass
+
+
+def test_looking_for_torch_runs_nothing_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies, odd classes, modules without a name or of a kind of their own: none is asked anything, none fails a loader."""
+    module = ModuleType("oddities")
+    vars(module).update(proxy=_Proxy(), odd=_Odd, nameless=ModuleType("gone"), lazy=_Proxy())
+    del vars(module)["nameless"].__dict__["__name__"]
+    monkeypatch.setitem(sys.modules, "oddities", module)
+    monkeypatch.setitem(sys.modules, "no_module", _Proxy())
+    monkeypatch.setitem(sys.modules, "nothing", None)
+    assert sources._torch_origin({"oddities:D", "no_module:D", "nothing:D", "not_there:D"}) == ""
+    vars(module)["tensor"] = torch.Tensor
+    assert sources._torch_origin({"oddities:D"}) == torch.__file__
+    vars(module)["D"] = vars(module).pop("tensor")
+    assert sources._torch_origin({"oddities:D"}) == ""  # what comes after the dataset is none of its needs
 
 
 _ORPHANS = """

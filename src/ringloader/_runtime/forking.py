@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import gc
 import importlib.util
 import mmap
@@ -22,12 +23,16 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
+from collections.abc import Callable
 
 # What the template says first, and what it is asked for, with the numbers of the standard streams whose descriptors follow.
-READY, UNFIT, SPLIT = b"ready", b"unfit", b"split"
+READY, UNFIT_WITH_TORCH, UNFIT, SPLIT = b"ready", b"with torch", b"unfit", b"split"
 ANSWER = struct.Struct("<q")  # a process id, or an error number below 0
 _STREAMS = (1, 2)
+# Whether torch was there before anything of the user's: in the template, and in what is split off it.
+has_torch = False
 _PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 1, 40
 _CLONE_PARENT, _CLONE_PARENT_SETTID, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x100000, 0x200000, 0x1000000
 _SYS_CLONE3 = 435
@@ -48,7 +53,7 @@ class Splitter:
     """Makes siblings of this process, and has the kernel note their ids at `note`. Raises OSError where that cannot be done."""
 
     def __init__(self, note: ctypes.c_int) -> None:
-        if len(os.listdir("/proc/self/task")) > 1:
+        if _num_threads() > 1:
             raise OSError(errno.EBUSY, "this process has several threads")
         if not os.confstr("CS_GNU_LIBC_VERSION"):
             raise OSError(errno.ENOSYS, "this is another C library than the one whose `fork` is done here")
@@ -89,20 +94,21 @@ class Splitter:
             raise OSError(number, os.strerror(number))
 
 
-def serve(fd: int, page_fd: int, parent_pid: int, torch_origin: str = "") -> int | None:
-    """Split off workers until the other end of the socket `fd` is closed; they have the torch of that file imported.
+def serve(fd: int, page_fd: int, parent_pid: int, torch_origin: str, path: list[str]) -> int | None:
+    """Split off workers until the other end of the socket `fd` is closed.
 
+    With a `torch_origin` they have torch imported, if it is the one of that file on the search path `path`.
     Returns in each of them, with the descriptor of the worker's own socket, and with None when it is over.
     """
     fill_streams()
     with socket.socket(fileno=fd) as sock:
         try:
-            return _serve(sock, page_fd, parent_pid, torch_origin)
+            return _serve(sock, page_fd, parent_pid, functools.partial(_import_torch, torch_origin, path))
         except (BrokenPipeError, ConnectionResetError):
             return None  # nobody is there to hear
 
 
-def _serve(sock: socket.socket, page_fd: int, parent_pid: int, torch_origin: str) -> int | None:
+def _serve(sock: socket.socket, page_fd: int, parent_pid: int, import_torch: Callable[[], bool]) -> int | None:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent_pid:
@@ -111,11 +117,12 @@ def _serve(sock: socket.socket, page_fd: int, parent_pid: int, torch_origin: str
         os.close(page_fd)
         from ringloader._runtime import building, worker  # noqa: F401  what every worker begins with
 
-        if torch_origin:
-            _import_torch(torch_origin)
         splitter = Splitter(note)
     except (OSError, AttributeError):
         sock.send(UNFIT)
+        return None
+    if not import_torch() or _num_threads() > 1:
+        sock.send(UNFIT_WITH_TORCH)
         return None
     # What is there by now is never garbage, and looking for some would write to pages that all workers share.
     gc.freeze()
@@ -139,14 +146,24 @@ def _serve(sock: socket.socket, page_fd: int, parent_pid: int, torch_origin: str
         sock.send(ANSWER.pack(pid))
 
 
-def _import_torch(origin: str) -> None:
-    """Import torch if it is the one that the training process has: that may have found it on a path of its own."""
+def _import_torch(origin: str, path: list[str]) -> bool:
+    """Import torch if it is the one that the training process has; False where that fails, for it cannot be tried again."""
+    global has_torch
+    if not origin:
+        return True
+    sys.path[:] = path  # what torch takes up when it is imported, plug-ins say, is what it would find in a worker
     try:
         found = importlib.util.find_spec("torch")
         if found is not None and found.origin == origin:
             importlib.import_module("torch")
-    except Exception:
-        pass  # workers that need it will say what is wrong
+            has_torch = True
+    except BaseException:
+        return False
+    return True
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _settle(streams: dict[int, int]) -> None:
@@ -155,9 +172,13 @@ def _settle(streams: dict[int, int]) -> None:
     _give_streams(tuple(streams.items()))
     for fd in streams.values():
         os.close(fd)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     renew = getattr(threading.main_thread(), "_set_native_id", None)
     if renew is not None:
         renew()
+    if has_torch:
+        sys.modules["torch"].default_generator.seed()  # not what all of them begin with
 
 
 def _give_streams(streams: tuple[tuple[int, int], ...]) -> None:

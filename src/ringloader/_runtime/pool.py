@@ -80,7 +80,7 @@ class ProcessPool:
         self._measures_memory = measures_memory
         self._oom_counts = OomCounts()
         self._settings = settings
-        self._template = Template(settings.hash_seed, settings.torch_origin)
+        self._template = Template(settings.hash_seed, settings.torch_origin, settings.settings["sys_path"])  # type: ignore[arg-type]
         self._wake_fd = wake_fd
         self._members: dict[tuple[int, int], _Member] = {}  # by worker id and incarnation
         self._by_fd: dict[int, _Member] = {}

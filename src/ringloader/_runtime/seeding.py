@@ -20,8 +20,6 @@ from ringloader._core.blake2 import blake2b
 
 _LATE = ("numpy.random", "torch")
 _BUILD_EPOCH = -1
-# What torch's generator begins with in a fresh process. Source: default_rng_seed_val in c10/core/GeneratorImpl.h.
-_TORCH_FIRST_SEED = 67280421310721
 
 
 def draw_key(seed: int, epoch: int, position: int, place: int = 0) -> int:
@@ -164,4 +162,4 @@ class Undisturbed:
         if self._torch is not None:
             torch.default_generator.set_state(self._torch)  # type: ignore[union-attr]
         elif torch is not None:
-            torch.default_generator.manual_seed(_TORCH_FIRST_SEED)
+            torch.default_generator.seed()  # as in a process that has just imported it

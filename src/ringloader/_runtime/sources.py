@@ -84,7 +84,7 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
     except BaseException:
         close_all(closing)
         raise
-    torch_origin = _torch_origin(settings.pop("modules"))  # type: ignore[arg-type]
+    torch_origin = _torch_origin(settings.pop("references"))  # type: ignore[arg-type]
     settings |= {"rank": rank, "world_size": world_size}
     hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)
     return WorkerSettings(settings, hash_seed, tuple([fd for fd, _ in closing]), torch_origin), length, closing
@@ -97,7 +97,7 @@ def _settings(dataset: Any, options: Options, closing: list[Closing]) -> tuple[d
     kinds: list[bytes] = retry[3] if retry else []  # type: ignore[assignment]
     wires = [wire for wire in (collate, init_fn, *kinds) if wire]
     needs_main = any(map(factory.callable_needs_main, wires))
-    modules = set().union(*map(factory.callable_modules, wires))
+    references = set().union(*map(factory.callable_references, wires))
     settings = {**_plain_settings(options), "collate": collate, "init_fn": init_fn, "retry": retry}
     length = -1
     dataset = without_torch(dataset, options)
@@ -106,40 +106,57 @@ def _settings(dataset: Any, options: Options, closing: list[Closing]) -> tuple[d
         settings["spec"] = spec.to_wire()
         used += spec.handles
         needs_main = needs_main or spec.needs_main
-        modules |= spec.modules
+        references |= spec.references
     else:
         payload_fd, sizes, pickled = _pickle(dataset)
         closing.append((payload_fd, functools.partial(os.close, payload_fd)))
         settings["payload_sizes"] = sizes
         needs_main = needs_main or pickled.needs_main
         used += pickled.handles
-        modules |= {kind.__module__ for kind in type(dataset).__mro__}
+        references |= {f"{kind.__module__}:{kind.__qualname__}" for kind in type(dataset).__mro__}
         length = len(dataset) if hasattr(dataset, "__len__") and not is_iterable(dataset) else -1
     main = main_module.describe_main() if needs_main else None
     settings["main"] = main.to_wire() if main is not None else {}
     settings["handles"] = _lend(used, closing)
-    settings["modules"] = modules
+    settings["references"] = references
     return settings, length
 
 
-def _torch_origin(names: set[str]) -> str:
-    """Where this process has torch from, if workers will import it with modules of these names; else ""."""
+def _torch_origin(references: set[str]) -> str:
+    """Where this process has torch from, if workers will import it before what these references name; else ""."""
     torch = sys.modules.get("torch")
-    modules = [sys.modules[name] for name in names if name in sys.modules]
-    if torch is None or not any(_is_of_torch(module) or any(map(_is_of_torch, vars(module).values())) for module in modules):
+    if torch is None:
         return ""
-    return str(getattr(torch, "__file__", ""))
+    try:
+        is_needed = any(_has_torch_before(reference) for reference in references)
+    except Exception:
+        return ""  # a module like no other: whatever is wrong, it is only about time
+    return str(getattr(torch, "__file__", "")) if is_needed else ""
 
 
-def _is_of_torch(value: object) -> bool:
-    # By type first: objects of the user's may answer anything when they are asked for an attribute.
-    if isinstance(value, ModuleType):
-        name = value.__name__
-    elif isinstance(value, (type, FunctionType, BuiltinFunctionType)):
-        name = value.__module__
-    else:
+def _has_torch_before(reference: str) -> bool:
+    """Whether a module has bound something of torch's before the object, in the order in which it was run.
+
+    What comes later may stand under `if __name__ == "__main__":`, which workers leave out. Runs nothing of the user's: objects
+    may answer anything when they are asked for an attribute or for their class.
+    """
+    name, _, qualname = reference.partition(":")
+    module = sys.modules.get("__main__" if name in main_module.MAIN_NAMES else name)
+    if type(module) is not ModuleType:
         return False
-    return isinstance(name, str) and name.partition(".")[0] == "torch"
+    for key, value in list(vars(module).items()):
+        if key == qualname.partition(".")[0]:
+            return False
+        kind, owner = type(value), None
+        if kind is ModuleType:
+            owner = vars(value).get("__name__")
+        elif kind in (FunctionType, BuiltinFunctionType):
+            owner = value.__module__
+        elif issubclass(kind, type):
+            owner = type.__dict__["__dict__"].__get__(value).get("__module__")
+        if isinstance(owner, str) and owner.partition(".")[0] == "torch":
+            return True
+    return False
 
 
 def _plain_settings(options: Options) -> dict[str, object]:

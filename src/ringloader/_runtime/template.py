@@ -22,6 +22,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringloader._runtime import forking
@@ -29,7 +30,7 @@ from ringloader._runtime.process import environment, interpreter, socket_pair, s
 
 _PROGRAM = (
     "from ringloader._runtime.forking import serve; from ringloader._runtime.worker import main; "
-    "fd = serve({fd}, {page_fd}, {pid}, {torch_origin!r}); fd is None or main(fd)"
+    "fd = serve({fd}, {page_fd}, {pid}, {torch_origin!r}, {path!r}); fd is None or main(fd)"
 )
 # A new interpreter is there after 0.1 s. One that takes much longer comes to be used when it is there.
 _BOOT_S = 1.5
@@ -46,7 +47,8 @@ _NUM_LIMITS = 16
 _UNKNOWN = (errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.E2BIG)
 # Lines of proc(5)'s status file that a new process has from its parent.
 _INHERITED = (
-    *("Umask", "Uid", "Gid", "Groups", "SigIgn", "NoNewPrivs", "Seccomp"),
+    *("Umask", "Uid", "Gid", "Groups", "SigIgn", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Speculation_Store_Bypass"),
+    "THP_enabled",
     *("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
 )
 
@@ -63,7 +65,7 @@ class _Conditions:
     priority: tuple[int, int]
     status: tuple[str, ...]
     groups: tuple[str, ...]  # control groups, and how likely the kernel is to end it for want of memory
-    namespaces: tuple[str, ...]
+    places: tuple[str, ...]  # namespaces and the root of the file system
 
     @classmethod
     def now(cls, hash_seed: int) -> _Conditions:
@@ -77,17 +79,17 @@ class _Conditions:
             (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)),
             tuple(line for line in _read(f"{own}/status").splitlines() if line.partition(":")[0] in _INHERITED),
             (_read(f"{own}/cgroup"), _read("/proc/self/oom_score_adj")),
-            _links(f"{own}/ns"),
+            (*_links(f"{own}/ns"), os.readlink(f"{own}/root")),
         )
 
 
 class Template:
     """Makes workers of one hash seed, as long as it can."""
 
-    def __init__(self, hash_seed: int, torch_origin: str = "") -> None:
+    def __init__(self, hash_seed: int, torch_origin: str = "", path: Sequence[str] = ()) -> None:
         self.is_ending = False  # no more workers will be wanted: set by anybody
         self._hash_seed = hash_seed
-        self._torch_origin = torch_origin
+        self._torch_origin, self._path = torch_origin, list(path)
         self._popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._page: mmap.mmap | None = None
@@ -124,7 +126,7 @@ class Template:
             os.posix_fallocate(page_fd, 0, mmap.PAGESIZE)
             page = mmap.mmap(page_fd, mmap.PAGESIZE)
             numbers = {"fd": theirs.fileno(), "page_fd": page_fd, "pid": os.getpid()}
-            program = _PROGRAM.format(**numbers, torch_origin=self._torch_origin)
+            program = _PROGRAM.format(**numbers, torch_origin=self._torch_origin, path=self._path)
             self._popen = spawn(program, (theirs.fileno(), page_fd), conditions.environment)
         except BaseException:
             ours.close()
@@ -142,9 +144,10 @@ class Template:
             return False
         self._is_ready = word == forking.READY
         if not self._is_ready:
-            # Perhaps it is torch that starts threads when it is imported: once more without.
-            self._is_unfit = word == forking.UNFIT and not self._torch_origin
-            self._torch_origin = ""
+            self._is_unfit = word == forking.UNFIT
+            self._torch_origin = (
+                ""  # it may be its import that fails, ends the process or starts threads: the next one is without
+            )
             self._lose()
         return self._is_ready
 

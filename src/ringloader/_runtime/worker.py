@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from ringloader._core import messages as msg
+from ringloader._core import protocol
 from ringloader._core.digests import attribute_digests
-from ringloader._runtime import status
+from ringloader._runtime import forking, status
 from ringloader._runtime.filler import Filler
 from ringloader._runtime.forking import fill_streams
 from ringloader._runtime.lacks import translate
@@ -38,14 +39,19 @@ from ringloader.errors import ProtocolError
 _PR_SET_PDEATHSIG = 1
 
 
-def main(fd: int) -> None:
-    """Run a worker on the socket `fd` until it is not needed any more."""
+def main(fd: int, setup_fd: int = -1, fds: tuple[int, ...] = ()) -> None:
+    """Run a worker on the socket `fd` until it is not needed any more.
+
+    `setup_fd`: a file with the first message, which came with `fds`, for one that has begun again.
+    """
     fill_streams()
     _tie_to_parent()
     # Closed by us, not by the end of the interpreter, which would warn of it under -W error or -X dev.
     with socket.socket(fileno=fd) as sock:
         try:
-            worker = _Worker(BlockingPipe(sock))
+            worker = _Worker(BlockingPipe(sock), fd)
+            if setup_fd >= 0:
+                worker.resume(setup_fd, fds)
             worker.run()
         except Closed:
             pass  # the parent is gone or has let go of us: nobody is left to tell
@@ -69,8 +75,9 @@ def _tie_to_parent() -> None:
 class _Worker:
     """One incarnation."""
 
-    def __init__(self, pipe: BlockingPipe) -> None:
+    def __init__(self, pipe: BlockingPipe, fd: int) -> None:
         self._pipe = pipe
+        self._fd = fd
         self._pid = os.getpid()
         self._inbox: deque[tuple[msg.Message, list[int]]] = deque()
         self._segments: dict[int, Mapping] = {}
@@ -82,6 +89,29 @@ class _Worker:
         if self._page is not None and os.getpid() == self._pid:
             self._page.write_trace(words + (format_traceback(error) if error is not None else ""))
 
+    def resume(self, setup_fd: int, fds: tuple[int, ...]) -> None:
+        """Take up what this process was told before it began again."""
+        with open(setup_fd, "rb") as file:
+            ((setup, _),) = protocol.Decoder().feed(file.read())
+        for each in (self._fd, *fds):
+            os.set_inheritable(each, False)
+        self._inbox.append((setup, list(fds)))
+
+    def _begin_again(self, setup: msg.Setup, fds: list[int]) -> None:
+        """Become a fresh interpreter, on the same socket: what failed to import may have to come before torch."""
+        if self._page is not None:
+            self._page.stage(status.STARTING)
+        setup_fd = os.memfd_create("ringloader-setup", 0)
+        with open(setup_fd, "wb", closefd=False) as file:
+            file.write(protocol.encode(setup, len(fds)))
+        os.lseek(setup_fd, 0, os.SEEK_SET)
+        for each in (self._fd, *fds):
+            os.set_inheritable(each, True)
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        arguments = f"{self._fd}, {setup_fd}, {tuple(fds)}"
+        program = f"import sys; sys.path.append({root!r}); from ringloader._runtime.worker import main; main({arguments})"
+        os.execv(sys.executable, [*sys.orig_argv[:-1], program])
+
     def run(self) -> None:
         setup, fds = self._next()
         if not isinstance(setup, msg.Setup) or setup.version != msg.PROTOCOL_VERSION:
@@ -90,7 +120,7 @@ class _Worker:
             raise Closed  # it died before we were tied to it
         page = self._page = StatusPage(fds[0])
         self._catch_faults(fds[0])
-        built = self._build(setup, fds[1:], page)
+        built = self._build(setup, fds[0], fds[1:], page)
         if built is None:
             return
         self._filler, facts = built
@@ -106,13 +136,17 @@ class _Worker:
         os.register_at_fork(after_in_child=faulthandler.disable)
         faulthandler.register(DUMP_SIGNAL, page_fd, all_threads=True)
 
-    def _build(self, setup: msg.Setup, payload: list[int], page: StatusPage) -> tuple[Filler, dict[str, object]] | None:
+    def _build(
+        self, setup: msg.Setup, page_fd: int, payload: list[int], page: StatusPage
+    ) -> tuple[Filler, dict[str, object]] | None:
         try:
             return _build(setup, payload, page)
         except BaseException as error:
             if isinstance(error, SystemExit):
                 raise
             stage = page.view().stage
+            if forking.has_torch and stage == status.STAGES[status.IMPORTING]:
+                self._begin_again(setup, [page_fd, *payload])
             text = format_traceback(error)
             self._pipe.send(msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), text))
             return None
