@@ -10,49 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader, LoaderError, get_worker_info
+from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader, LoaderError
 from tests.runtime.conftest import wait_until
+from tests.runtime.light_datasets import Scaled
 
 BACKENDS: list[dict[str, Any]] = [
     {"num_workers": 0},
     {"num_workers": 2, "worker_backend": "thread"},
     {"num_workers": 2, "worker_backend": "process"},
 ]
-
-
-class Scaled:
-    """Samples depend on what was called before."""
-
-    def __init__(self) -> None:
-        self.factor = 1
-        self.history: list[Any] = []
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        return index * self.factor
-
-    def scale(self, by: int, *, note: Any = None) -> list[Any]:
-        self.factor *= by
-        self.history.append(sorted(note) if isinstance(note, frozenset) else note)
-        return [self.factor, *self.history]
-
-    def leave(self) -> None:
-        raise SystemExit(3)
-
-    def fail_elsewhere(self, by: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        self.factor = by
-        if info.id == 1:
-            raise ValueError("only here")
-
-    def fail(self) -> None:
-        raise ValueError("not today")
-
-    def give_object(self) -> object:
-        return object()
 
 
 def read(loader: Loader) -> list[int]:

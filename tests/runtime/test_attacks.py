@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import sys
 import threading
@@ -22,22 +21,8 @@ from ringloader._runtime import cuda, memory, segment
 from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.pump import Pump
 from ringloader._runtime.ring import Ring
-from tests.runtime.sample_datasets import Numbers, first_time
-
-
-class OneBuffer:
-    """Returns views of one buffer, larger and larger, so that batches have to wait for room."""
-
-    def __init__(self) -> None:
-        self.buffer = np.zeros(1 << 20, np.uint8)
-
-    def __len__(self) -> int:
-        return 200
-
-    def __getitem__(self, i: int) -> Any:
-        view = self.buffer[: 64 + i * i * 20]
-        view[:] = i % 251
-        return view
+from tests.runtime.light_datasets import BadEpoch, ForksAndReturns, OneBuffer
+from tests.runtime.sample_datasets import Numbers
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -160,14 +145,6 @@ def test_two_threads_that_iterate_first_share_one_pool() -> None:
         loader.close()
 
 
-class BadEpoch(Numbers):
-    """Cannot enter epoch 1."""
-
-    def set_epoch(self, epoch: int) -> None:
-        if epoch == 1:
-            raise ValueError("boom in set_epoch")
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_set_epoch_that_fails_is_named_and_no_batch_of_that_epoch_passes(num_workers: int) -> None:
     """Nothing is read under the epoch before."""
@@ -189,19 +166,6 @@ def test_long_epoch_keeps_nothing_per_batch() -> None:
             next(iterator)
         session = iterator._session
         assert len(session.batches) + len(session._ready) + len(session._waiting) < 20
-
-
-class ForksAndReturns(Numbers):
-    """Forks in a sample, and both sides go on."""
-
-    def __init__(self, marks: str, width: int) -> None:
-        super().__init__(60, width)
-        self.marks = marks
-
-    def __getitem__(self, i: int) -> Any:
-        if i in (5, 13) and first_time(self.marks, str(i)):
-            os.fork()
-        return self.make(i)
 
 
 @pytest.mark.parametrize("width", [8, 65536])

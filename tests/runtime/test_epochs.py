@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ringloader import FactorySpec, FaultPolicy, Loader
 from ringloader._core.session import BatchState
 from tests.runtime.conftest import wait_until
+from tests.runtime.light_datasets import Draws, Noticing
 from tests.runtime.sample_datasets import Numbers
 from tests.runtime.stream_datasets import Sharded
 
 _OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": 2, "output": "numpy"}
 _SPEC = FactorySpec(Numbers, 50)
-
-
-class Draws:
-    """Draws of each batch, so that a batch that was made for another epoch shows."""
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return index, float(np.random.random())
-
-
-class Noticing(Draws):
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
 
 def plain(batch: Any) -> list[list[float]]:
@@ -40,12 +26,15 @@ def plain(batch: Any) -> list[list[float]]:
 
 def epochs_apart(spec: FactorySpec, count: int) -> list[list[Any]]:
     """Each epoch by a loader of its own: nothing is made ahead of it."""
-    found = []
-    for epoch in range(count):
-        with Loader(spec, **_OPTIONS) as loader:
-            loader.set_epoch(epoch)
-            found.append([plain(batch) for batch in loader])
-    return found
+    return [epoch_apart(spec, epoch) for epoch in range(count)]
+
+
+@functools.cache
+def epoch_apart(spec: FactorySpec, epoch: int) -> list[Any]:
+    """One of them."""
+    with Loader(spec, **_OPTIONS) as loader:
+        loader.set_epoch(epoch)
+        return [plain(batch) for batch in loader]
 
 
 def num_early_ready(loader: Loader) -> int:

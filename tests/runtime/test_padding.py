@@ -13,25 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from ringloader import ConfigError, FactorySpec, LayoutError, Loader, default_collate, pad_collate
-
-
-class Sentences:
-    """Token rows of 1 to 40 tokens, a mask of the same length, a label."""
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> Any:
-        length = 1 + index * 7 % 40
-        tokens = np.arange(index, index + length)
-        return {"tokens": tokens, "mask": np.ones(length, np.bool_), "label": index, "text": f"s{index}"}
-
-
-class LongRows(Sentences):
-    """Rows so long that each one's end is filled by itself, beside a large leaf of one shape."""
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full((3000 + index, 2), index, np.float32), np.full(9000, index, np.float32)
+from tests.runtime.light_datasets import LongRows, Sentences
 
 
 def by_hand(rows: list[np.ndarray], value: Any, side: str, dim: int) -> np.ndarray:

@@ -15,9 +15,9 @@ from ringloader import ConfigError, FactorySpec, FaultPolicy, Loader
 from ringloader._core.workers import WorkerState
 from ringloader._runtime.memory import private_nbytes
 from ringloader._runtime.process import WorkerProcess
-from tests.conformance.test_calls import Scaled
 from tests.runtime.conftest import wait_until
 from tests.runtime.fault_datasets import Counted, Grows, OnceOnly
+from tests.runtime.light_datasets import Scaled
 from tests.runtime.sample_datasets import Numbers
 
 

@@ -98,19 +98,24 @@ class _Worker:
         self._inbox.append((setup, list(fds)))
 
     def _begin_again(self, setup: msg.Setup, fds: list[int]) -> None:
-        """Become a fresh interpreter, on the same socket: what failed to import may have to come before torch."""
-        if self._page is not None:
-            self._page.stage(status.STARTING)
-        setup_fd = os.memfd_create("ringloader-setup", 0)
-        with open(setup_fd, "wb", closefd=False) as file:
-            file.write(protocol.encode(setup, len(fds)))
-        os.lseek(setup_fd, 0, os.SEEK_SET)
-        for each in (self._fd, *fds):
-            os.set_inheritable(each, True)
+        """Become a fresh interpreter, on the same socket: what failed to import may have to come before torch. Returns where that
+        cannot be done."""
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        arguments = f"{self._fd}, {setup_fd}, {tuple(fds)}"
-        program = f"import sys; sys.path.append({root!r}); from ringloader._runtime.worker import main; main({arguments})"
-        os.execv(sys.executable, [*sys.orig_argv[:-1], program])
+        try:
+            setup_fd = os.memfd_create("ringloader-setup", 0)
+            with open(setup_fd, "wb", closefd=False) as file:
+                file.write(protocol.encode(setup, len(fds)))
+            os.lseek(setup_fd, 0, os.SEEK_SET)
+            for each in (self._fd, *fds):
+                os.set_inheritable(each, True)
+            arguments = f"{self._fd}, {setup_fd}, {tuple(fds)}"
+            program = f"import sys; sys.path.append({root!r}); from ringloader._runtime.worker import main; main({arguments})"
+            if self._page is not None:
+                self._page.stage(status.STARTING)  # from here on it heeds no signals
+            os.execv(sys.executable, [*sys.orig_argv[:-1], program])
+        except OSError:
+            if self._page is not None:
+                self._page.stage(status.IMPORTING)
 
     def run(self) -> None:
         setup, fds = self._next()
@@ -145,7 +150,7 @@ class _Worker:
             if isinstance(error, SystemExit):
                 raise
             stage = page.view().stage
-            if forking.has_torch and stage == status.STAGES[status.IMPORTING]:
+            if forking.has_torch and stage == status.STAGES[status.IMPORTING] and not self._inbox:
                 self._begin_again(setup, [page_fd, *payload])
             text = format_traceback(error)
             self._pipe.send(msg.StartFailed(msg.PROTOCOL_VERSION, stage, type_name(error), safe_text(error), text))
