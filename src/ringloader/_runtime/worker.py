@@ -98,8 +98,10 @@ class _Worker:
         self._inbox.append((setup, list(fds)))
 
     def _begin_again(self, setup: msg.Setup, fds: list[int]) -> None:
-        """Become a fresh interpreter, on the same socket: what failed to import may have to come before torch. Returns where that
-        cannot be done."""
+        """Become a fresh interpreter, on the same socket: what failed to import may have to come before torch.
+
+        Returns where that cannot be done.
+        """
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         try:
             setup_fd = os.memfd_create("ringloader-setup", 0)
