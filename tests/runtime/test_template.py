@@ -260,6 +260,16 @@ def test_kernel_that_does_not_know_how_is_asked_once(number: int, a_socket: int)
     assert template._popen is None
 
 
+def test_process_that_may_not_ask_about_itself_has_no_template(a_socket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox that answers no questions is no reason for a worker not to be started."""
+
+    def refuse(pid: int) -> int:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "sched_getscheduler", refuse)
+    assert Template(0).split(a_socket) is None
+
+
 def test_template_gives_way_where_there_is_no_process_more(a_socket: int) -> None:
     """The limit may leave room for a worker then; another is made for the next one, as it may be higher."""
     template = Scripted([forking.READY, forking.ANSWER.pack(-errno.EAGAIN)])

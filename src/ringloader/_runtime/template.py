@@ -103,7 +103,10 @@ class Template:
         """Return the process id of a new worker on the socket `fd`; None where it must be started otherwise, on another one."""
         if self._is_unfit:
             return None
-        conditions = _Conditions.now(self._hash_seed)
+        try:
+            conditions = _Conditions.now(self._hash_seed)
+        except OSError:
+            return None  # a sandbox that does not say: what holds now is known to nobody
         if self._popen is not None and conditions != self._conditions:
             self.close()
         wait_s = 0.0
@@ -145,9 +148,8 @@ class Template:
         self._is_ready = word == forking.READY
         if not self._is_ready:
             self._is_unfit = word == forking.UNFIT
-            self._torch_origin = (
-                ""  # it may be its import that fails, ends the process or starts threads: the next one is without
-            )
+            # It may be torch whose import fails, ends the process or starts threads: the next one is without.
+            self._torch_origin = ""
             self._lose()
         return self._is_ready
 
