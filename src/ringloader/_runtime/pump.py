@@ -19,6 +19,7 @@ Backend interface: `wait(timeout_s)` and `collect(ready)` give facts, `drain()` 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -33,6 +34,7 @@ from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core.scheduler import Scheduler
 from ringloader._core.slots import SlotState
+from ringloader._core.workers import Worker
 from ringloader._runtime.delivery import Delivery
 from ringloader._runtime.ring import Ring
 from ringloader.errors import InternalError, LoaderError
@@ -346,21 +348,35 @@ class Pump:
         while self.jobs and not self.is_closed:
             command = self.jobs[0]
             if isinstance(command, ev.StartWorker):
-                self._start_worker(command)
-            elif isinstance(command, ev.KillWorker):
+                self._start_workers()
+                continue
+            if isinstance(command, ev.KillWorker):
                 self.backend.kill_worker(command.worker_id, command.incarnation, dump=command.dump)
             elif isinstance(command, ev.AbandonWorker):
                 self.backend.abandon_worker(command.worker_id, command.incarnation)
-            with self.lock:
-                if self.jobs and self.jobs[0] is command:
-                    self.jobs.popleft()
+            self._job_done(command)
 
-    def _start_worker(self, command: ev.StartWorker) -> None:
-        worker = self.scheduler.workers.get(command.worker_id, command.incarnation)
-        if worker is None:
-            return
-        take_in = self.backend.start_worker(command.worker_id, command.incarnation)
+    def _job_done(self, command: ev.Command) -> None:
+        with self.lock:
+            if self.jobs and self.jobs[0] is command:
+                self.jobs.popleft()
 
+    def _start_workers(self) -> None:
+        """Start all that are to be started now, and take them in only then: none is busy before the others are known."""
+        with self.lock:
+            waiting = itertools.takewhile(lambda job: isinstance(job, ev.StartWorker), self.jobs)
+            commands = [job for job in waiting if isinstance(job, ev.StartWorker)]
+        started = []
+        for command in commands:
+            worker = self.scheduler.workers.get(command.worker_id, command.incarnation)
+            if worker is not None:
+                started.append((command, worker, self.backend.start_worker(command.worker_id, command.incarnation)))
+        for command, worker, take_in in started:
+            self._welcome(command, worker, take_in)
+        for command in commands:
+            self._job_done(command)
+
+    def _welcome(self, command: ev.StartWorker, worker: Worker, take_in: Callable[[bool], Any]) -> None:
         def decide() -> None:
             self._has_news = True
             # A repair may have begun another incarnation while this one was being started.
