@@ -368,6 +368,8 @@ class Pump:
             commands = [job for job in waiting if isinstance(job, ev.StartWorker)]
         started = []
         for command in commands:
+            if self.is_closed:
+                break  # none of these is wanted any more
             worker = self.scheduler.workers.get(command.worker_id, command.incarnation)
             if worker is not None:
                 started.append((command, worker, self.backend.start_worker(command.worker_id, command.incarnation)))
