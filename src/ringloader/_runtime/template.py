@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringloader._runtime import forking
-from ringloader._runtime.process import environment, interpreter, socket_pair, spawn
+from ringloader._runtime.environment import Environment
+from ringloader._runtime.process import interpreter, socket_pair, spawn
 
 _PROGRAM = (
     "from ringloader._runtime.forking import serve; from ringloader._runtime.worker import main; "
@@ -58,7 +59,7 @@ class _Conditions:
     """What a process inherits from the one that starts it, and from the thread."""
 
     command: list[str]
-    environment: dict[str, str]
+    variables: dict[str, str]
     limits: tuple[tuple[int, int], ...]
     streams: tuple[int, ...]
     cores: frozenset[int]
@@ -68,11 +69,11 @@ class _Conditions:
     places: tuple[str, ...]  # namespaces and the root of the file system
 
     @classmethod
-    def now(cls, hash_seed: int) -> _Conditions:
+    def now(cls, environment: Environment) -> _Conditions:
         own = "/proc/thread-self"
         return cls(
             interpreter(),
-            environment(hash_seed),
+            environment.now(),
             tuple(resource.getrlimit(number) for number in range(_NUM_LIMITS)),
             tuple(number for number in (1, 2) if _is_inherited(number)),
             frozenset(os.sched_getaffinity(0)),
@@ -84,11 +85,11 @@ class _Conditions:
 
 
 class Template:
-    """Makes workers of one hash seed, as long as it can."""
+    """Makes workers of one environment, as long as it can."""
 
-    def __init__(self, hash_seed: int, torch_origin: str = "", path: Sequence[str] = ()) -> None:
+    def __init__(self, environment: Environment, torch_origin: str = "", path: Sequence[str] = ()) -> None:
         self.is_ending = False  # no more workers will be wanted: set by anybody
-        self._hash_seed = hash_seed
+        self._environment = environment
         self._torch_origin, self._path = torch_origin, list(path)
         self._popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
@@ -104,7 +105,7 @@ class Template:
         if self._is_unfit:
             return None
         try:
-            conditions = _Conditions.now(self._hash_seed)
+            conditions = _Conditions.now(self._environment)
         except OSError:
             return None  # a sandbox that does not say: what holds now is known to nobody
         if self._popen is not None and conditions != self._conditions:
@@ -130,7 +131,7 @@ class Template:
             page = mmap.mmap(page_fd, mmap.PAGESIZE)
             numbers = {"fd": theirs.fileno(), "page_fd": page_fd, "pid": os.getpid()}
             program = _PROGRAM.format(**numbers, torch_origin=self._torch_origin, path=self._path)
-            self._popen = spawn(program, (theirs.fileno(), page_fd), conditions.environment)
+            self._popen = spawn(program, (theirs.fileno(), page_fd), conditions.variables)
         except BaseException:
             ours.close()
             raise
