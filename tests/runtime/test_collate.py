@@ -10,6 +10,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -399,6 +400,53 @@ def test_b03_lengths_that_add_up_are_refused() -> None:
     """Rows of 3 and 5 elements do not pass as two rows of 4."""
     with pytest.raises(LayoutError, match=r"\[5\].*\[4\]"):
         make([np.zeros(4), np.zeros(5), np.zeros(3)])
+
+
+@pytest.mark.parametrize("first", [np.zeros(4, np.float32), np.zeros((), np.float32), np.zeros((2, 2), np.float32)])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        np.zeros(2, np.float64),
+        np.zeros(8, np.float16),
+        np.zeros((4, 1), np.float32),
+        np.zeros((1, 4), np.float32),
+        np.zeros((2, 2), np.float32),
+        np.zeros(4, np.float32),
+        np.zeros((), np.float32),
+        np.zeros(1, np.float32),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_small_rows_of_as_many_bytes_are_not_of_one_shape(first: np.ndarray, odd: np.ndarray) -> None:
+    """Neither shape nor dtype is guessed from a size, in any path that rows take."""
+    if first.shape == odd.shape:
+        assert collated([first, odd, first]).shape == (3, *first.shape)
+        return
+    with pytest.raises(LayoutError) as caught:
+        make([first, odd, first])
+    assert caught.value.shapes == (list(first.shape), list(odd.shape))
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+def test_small_rows_of_several_dtypes_and_strides_have_torchs_values(rows: list[int]) -> None:
+    """Rows are promoted and taken element by element where they have to be, whichever comes first."""
+    kinds = [np.arange(4, dtype=np.int32), np.arange(4.0) + 0.5, np.arange(8, dtype=np.int32)[::-2]]
+    ours = collated([kinds[row] for row in rows])
+    theirs = torch.from_numpy(np.stack([kinds[row] for row in rows]))
+    assert ours.dtype == theirs.dtype == torch.float64
+    assert ours.tolist() == theirs.tolist()
+    same = collated([kinds[0], kinds[2], kinds[0]])
+    assert same.tolist() == [[0, 1, 2, 3], [7, 5, 3, 1], [0, 1, 2, 3]]
+    assert same.dtype == torch.int32
+
+
+def test_small_rows_of_subclasses_and_without_dimensions(tmp_path: Path) -> None:
+    """Arrays of a file and arrays of one number are rows like any other."""
+    np.save(tmp_path / "rows.npy", np.arange(8.0).reshape(2, 4))
+    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    assert collated([mapped[0], np.zeros(4), mapped[1]]).tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [4, 5, 6, 7]]
+    assert collated([np.array(7), np.array(8)]).tolist() == [7, 8]
+    assert collated([np.array(True), np.array(False)]).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("slot_nbytes", [0, 64, SLOT_NBYTES])
