@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import subprocess
 import sys
 import types
@@ -430,7 +431,7 @@ def test_small_rows_of_as_many_bytes_are_not_of_one_shape(first: np.ndarray, odd
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
 def test_small_rows_of_several_dtypes_and_strides_have_torchs_values(rows: list[int]) -> None:
     """Rows are promoted and taken element by element where they have to be, whichever comes first."""
-    kinds = [np.arange(4, dtype=np.int32), np.arange(4.0) + 0.5, np.arange(8, dtype=np.int32)[::-2]]
+    kinds: list[Any] = [np.arange(4, dtype=np.int32), np.arange(4.0) + 0.5, np.arange(8, dtype=np.int32)[::-2]]
     ours = collated([kinds[row] for row in rows])
     theirs = torch.from_numpy(np.stack([kinds[row] for row in rows]))
     assert ours.dtype == theirs.dtype == torch.float64
@@ -447,6 +448,92 @@ def test_small_rows_of_subclasses_and_without_dimensions(tmp_path: Path) -> None
     assert collated([mapped[0], np.zeros(4), mapped[1]]).tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [4, 5, 6, 7]]
     assert collated([np.array(7), np.array(8)]).tolist() == [7, 8]
     assert collated([np.array(True), np.array(False)]).tolist() == [True, False]
+
+
+class _Marked(np.ndarray):
+    """A subclass."""
+
+
+def _features(rng: np.random.Generator, num: int, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> dict[str, Any]:
+    return {f"f{index}": (100 * rng.random(shape)).astype(dtype) for index in range(num)}
+
+
+def _change(samples: list[dict[str, Any]], row: int, key: str, how: Callable[[Any], Any]) -> None:
+    samples[row] = {**samples[row], key: how(samples[row][key])}
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(1, 40),
+    st.sampled_from([(4,), (3,), (16,), (2, 8), (1,), (), (0,), (3, 0)]),
+    st.sampled_from(["float32", "int64", "uint8", "float16", "bool"]),
+    st.sampled_from([3, 4, 9]),
+    st.sampled_from([0, 64, 700, SLOT_NBYTES]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_many_leaves_of_one_shape_equal_torch(
+    num_samples: int, shape: tuple[int, ...], dtype: str, num_leaves: int, slot_nbytes: int, is_split: bool, seed: int
+) -> None:
+    """Leaves whose rows are joined at once have the values and types of torch's, whatever lies between them and behind them."""
+    rng = np.random.default_rng(seed)
+    samples: list[Any] = [
+        {**_features(rng, num_leaves, shape, dtype), **({"label": number, "f00": np.zeros(5)} if is_split else {}), "x": number}
+        | {f"g{name}": value[..., ::-1] if value.ndim else value for name, value in _features(rng, 5, shape, dtype).items()}
+        for number in range(num_samples)
+    ]
+    ours = collated(samples, slot_nbytes=slot_nbytes)
+    assert_same(ours, torch_collate([{key: np.array(sample[key]) for key in sample} for sample in samples]))
+
+
+@pytest.mark.parametrize("slot_nbytes", [0, SLOT_NBYTES])
+def test_one_of_many_leaves_that_differs_is_named(slot_nbytes: int) -> None:
+    """Rows of other leaves cannot make up for one that is too short, and the words are those for any leaf."""
+    rng = np.random.default_rng(0)
+    for others in ([], [("f3", 3)]):
+        samples = [_features(rng, 8) for _ in range(16)]
+        _change(samples, 7, "f2", lambda row: np.zeros(5, np.float32))
+        for key, size in others:
+            _change(samples, 7, key, lambda row, size=size: np.zeros(size, np.float32))  # type: ignore[misc]
+        with pytest.raises(LayoutError) as caught:
+            make(samples, slot_nbytes=slot_nbytes)
+        assert str(caught.value).startswith("sample['f2'] has shape [5] in sample 107, but [4] in sample 100")
+    samples = [_features(rng, 8) for _ in range(16)]
+    _change(samples, 7, "f2", lambda row: row.reshape(4, 1))
+    with pytest.raises(LayoutError, match=r"\['f2'\] has shape \[4, 1\]"):
+        make(samples, slot_nbytes=slot_nbytes)
+
+
+def test_many_leaves_of_one_shape_in_the_first_batch_alone() -> None:
+    """What was alike in one batch need not be in the next: other dtypes, shapes, types, strides, lists in place of arrays."""
+    rng = np.random.default_rng(0)
+    changes: list[Callable[[Any], Any]] = [
+        lambda row: row.astype(np.float64),
+        lambda row: row.astype(np.int32),
+        lambda row: np.repeat(row, 2)[::2],
+        lambda row: torch.from_numpy(row),
+        lambda row: np.asarray(row).view(_Marked),
+        lambda row: row[:3],
+        lambda row: row.reshape(2, 2),
+        lambda row: float(row[0]),
+    ]
+    for change in changes:
+        for rows in (range(16), [0], [5]):
+            collator = Collator()
+            first = [_features(rng, 8) for _ in range(16)]
+            assert_same(collated(first, collator=collator), torch_collate(first))
+            later = [_features(rng, 8) for _ in range(16)]
+            for row in rows:
+                _change(later, row, "f5", change)
+            ours, theirs = (
+                outcome(collate, later) for collate in (functools.partial(collated, collator=collator), torch_collate)
+            )
+            if isinstance(theirs, Exception):
+                assert isinstance(ours, LayoutError)
+            elif not isinstance(ours, LayoutError):
+                assert_same(ours, theirs)
+            again = [_features(rng, 8) for _ in range(3)]
+            assert_same(collated(again, collator=collator), torch_collate(again))
 
 
 @pytest.mark.parametrize("slot_nbytes", [0, 64, SLOT_NBYTES])

@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 
 from ringloader._collate.collated import Collated, make_layout, pack_inline
-from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, Inline, Outcome, Source, Subtree, gather
+from ringloader._collate.columns import (
+    LEAF_NODE,
+    VALUE_NODE,
+    Asker,
+    Inline,
+    Outcome,
+    Source,
+    Subtree,
+    find_runs,
+    gather,
+    gather_run,
+)
 from ringloader._collate.direct import DirectRows, direct_rows, row_nbytes
 from ringloader._collate.padding import Padding
 from ringloader._collate.results import walk_batch
@@ -170,16 +181,14 @@ class GatheredBatch(Batch):
             raise
         except (ValueError, TypeError, RuntimeError, NotImplementedError):
             # Rows that do not agree: look at each of them, to promote or to say where.
+            structure.runs = ()
             self._recover()
             columns = columns if self._flat is None else self._flat_columns()
             return self._finish(structure, columns, num_rows, strict=True)
 
     def _finish(self, structure: Structure, columns: Sequence[Sequence[Any]], num_rows: int, strict: bool) -> Collated:
-        keys, asker, direct = self._keys, self._collator.asker, self._direct
-        outcomes: list[Outcome] = [
-            direct[position].placed(num_rows) if position in direct else gather(column, leaf, keys, asker, strict)
-            for position, (column, leaf) in enumerate(zip(columns, structure.leaves, strict=True))
-        ]
+        direct = self._direct
+        outcomes = self._gather(structure, columns, num_rows, strict)
         collated, placement = self._lay_out(structure, outcomes)
         fits = self._slot is not None and len(self._slot) >= collated.nbytes
         if direct and not (fits and self._are_in_place(structure, outcomes, placement)):
@@ -192,6 +201,31 @@ class GatheredBatch(Batch):
         elif not collated.written:
             collated.check()
         return collated
+
+    def _gather(self, structure: Structure, columns: Sequence[Sequence[Any]], num_rows: int, strict: bool) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        if not (self._direct or strict or self._collator.padding):
+            if structure.runs is None:
+                structure.runs = find_runs([column[0] for column in columns])
+            for first, end in structure.runs:
+                run = gather_run(columns[first:end])
+                if run is None:
+                    structure.runs = ()  # not to be looked for in vain with each batch
+                    return self._gather_each(structure, columns, num_rows, strict, 0)
+                outcomes += self._gather_each(structure, columns[:first], num_rows, strict, len(outcomes))
+                outcomes += run
+        return outcomes + self._gather_each(structure, columns, num_rows, strict, len(outcomes))
+
+    def _gather_each(
+        self, structure: Structure, columns: Sequence[Sequence[Any]], num_rows: int, strict: bool, start: int
+    ) -> list[Outcome]:
+        keys, asker, direct = self._keys, self._collator.asker, self._direct
+        return [
+            direct[position].placed(num_rows)
+            if position in direct
+            else gather(columns[position], structure.leaves[position], keys, asker, strict)
+            for position in range(start, len(columns))
+        ]
 
     def _flat_columns(self) -> list[tuple[Any, ...]]:
         return list(zip(*self._flat, strict=True)) if self._flat else []

@@ -9,6 +9,7 @@ by `tensors`, which is imported when the first one is met, so torch is there alr
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -18,10 +19,13 @@ import numpy as np
 from ringloader._collate.containers import CONTAINERS, Rule, name_of, rule_of
 from ringloader._collate.structure import ADVICE, Keys, Leaf, describe
 from ringloader._core import dtypes
-from ringloader._core.layout import Kind, LeafType, Node, leaf_type
+from ringloader._core.layout import ALIGNMENT, Kind, LeafType, Node, leaf_type
 from ringloader._core.values import encode
 from ringloader.errors import LayoutError
 
+_Casting = Literal["unsafe", "no"]
+# From so many leaves on, each by itself costs more than looking for a run.
+_LEAST_RUN = 4
 LEAF_NODE = Node(Kind.LEAF)
 VALUE_NODE = Node(Kind.VALUE)
 
@@ -74,23 +78,65 @@ class ArrayRows:
         self.leaf = leaf_type("tensor", dtype, len(self.shape))
 
     def write(self, slot: np.ndarray, offset: int) -> None:
-        rows, shape = self._rows, self.shape
-        casting: Literal["unsafe", "no"] = "unsafe" if self._cast else "no"
+        casting: _Casting = "unsafe" if self._cast else "no"
         dtype = dtypes.storage_of(self.leaf.dtype)
-        if len(shape) == 1:
-            np.stack(rows, out=np.ndarray(shape, dtype, slot, offset), casting=casting)
-            return
-        # Rows of one length that can be joined along their first dimension have one shape. A row loop takes three times longer.
-        if set(map(len, rows)) != {shape[1]}:
-            raise ValueError("rows differ in length")
-        joined = (shape[0] * shape[1], *shape[2:])
-        np.concatenate(rows, 0, np.ndarray(joined, dtype, slot, offset), dtype=None, casting=casting)
+        if len(self.shape) == 1:
+            np.stack(self._rows, out=np.ndarray(self.shape, dtype, slot, offset), casting=casting)
+        else:
+            _join(self._rows, casting, self.shape, dtype, slot, offset)
 
     def check(self) -> None:
         if {row.shape for row in self._rows} != {self.shape[1:]}:
             raise ValueError("rows differ in shape")
         if not self._cast and {row.dtype for row in self._rows} != {self._rows[0].dtype}:
             raise ValueError("rows differ in dtype")
+
+
+def _join(
+    rows: Sequence[np.ndarray], casting: _Casting, shape: tuple[int, ...], dtype: np.dtype, slot: np.ndarray, offset: int
+) -> None:
+    """Join rows that have dimensions into an array of this shape. Raises ValueError or TypeError for rows that do not agree."""
+    # Rows of one length that can be joined along their first dimension have one shape. A row loop takes three times longer.
+    if set(map(len, rows)) != {shape[1]}:
+        raise ValueError("rows differ in length")
+    joined = (shape[0] * shape[1], *shape[2:])
+    np.concatenate(rows, 0, np.ndarray(joined, dtype, slot, offset), dtype=None, casting=casting)
+
+
+class ArrayRun:
+    """Leaves of one dtype and shape, which lie one behind the other: the rows of all of them are joined at once. Stands for the
+    first; the others are `Written` with it."""
+
+    __slots__ = ("_columns", "_rows", "leaf", "shape")
+
+    def __init__(self, columns: Sequence[Sequence[np.ndarray]], leaf: LeafType, shape: tuple[int, ...]) -> None:
+        self._columns = columns
+        self._rows = list(itertools.chain.from_iterable(columns))
+        self.leaf = leaf
+        self.shape = shape
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        _join(self._rows, "no", (len(self._rows), *self.shape[1:]), dtypes.storage_of(self.leaf.dtype), slot, offset)
+
+    def check(self) -> None:
+        for column in self._columns:
+            ArrayRows(column, self.leaf.dtype, cast=False).check()
+
+
+class Written:
+    """A leaf whose rows are in the slot already, or come there with those of another, where the layout wants them."""
+
+    __slots__ = ("leaf", "shape")
+
+    def __init__(self, leaf: LeafType, shape: tuple[int, ...]) -> None:
+        self.leaf = leaf
+        self.shape = shape
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        """Nothing is left to do."""
+
+    def check(self) -> None:
+        """Each row was checked, or is with the others."""
 
 
 class WholeArray:
@@ -159,6 +205,33 @@ def gather(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker, strict: 
             return padded
         return _tensor_rows(values, kinds, leaf, keys, asker, strict)
     return _irregular(values, leaf, keys, asker)
+
+
+def gather_run(columns: Sequence[Sequence[np.ndarray]]) -> list[Source] | None:
+    """Return what becomes of leaves that were a run before; None where they cannot be one this time. `Source.write` may raise
+    later, as for any leaf."""
+    first = columns[0][0]
+    if any(set(map(type, column)) != {np.ndarray} for column in columns):
+        return None
+    dtype = dtypes.name_of(first.dtype)
+    shape = (len(columns[0]), *first.shape)
+    if dtype is None or not first.nbytes or first.nbytes * len(columns[0]) % ALIGNMENT:
+        return None  # or there are gaps between them
+    leaf = leaf_type("tensor", dtype, len(shape))
+    return [ArrayRun(columns, leaf, shape), *(Written(leaf, shape) for _ in columns[1:])]
+
+
+def find_runs(flat: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Return which leaves of a sample, first and one behind the last, are arrays with dimensions of one dtype and shape."""
+    runs = []
+    first = 0
+    kinds = [(value.dtype, value.shape) if type(value) is np.ndarray and value.ndim else None for value in flat]
+    for kind, group in itertools.groupby(kinds):
+        end = first + len(list(group))
+        if kind is not None and end - first >= _LEAST_RUN:
+            runs.append((first, end))
+        first = end
+    return tuple(runs)
 
 
 def _check_plain(values: Sequence[Any], leaf: Leaf, keys: Keys) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.columns import refuse_shape
+from ringloader._collate.columns import Written, refuse_shape
 from ringloader._collate.containers import Rule, rule_of
 from ringloader._collate.structure import Keys
 from ringloader._core import dtypes
@@ -19,22 +19,6 @@ from ringloader._core.layout import LeafType, leaf_type
 
 # Turns a tensor of this dtype into an array, or returns None for any other value.
 AsArray = Callable[[Any, str], np.ndarray | None]
-
-
-class PlacedRows:
-    """A leaf whose rows are in the slot already, where the layout wants them."""
-
-    __slots__ = ("leaf", "shape")
-
-    def __init__(self, leaf: LeafType, shape: tuple[int, ...]) -> None:
-        self.leaf = leaf
-        self.shape = shape
-
-    def write(self, slot: np.ndarray, offset: int) -> None:
-        """Nothing is left to do."""
-
-    def check(self) -> None:
-        """Each row was checked when it was written."""
 
 
 class DirectRows:
@@ -65,10 +49,10 @@ class DirectRows:
         self._out[row, ...] = array
         return True
 
-    def placed(self, num_rows: int) -> PlacedRows:
+    def placed(self, num_rows: int) -> Written:
         """Return the first rows as a leaf."""
         shape = (num_rows, *self._shape)
-        return PlacedRows(leaf_type(self._leaf.kind, self._leaf.dtype, len(shape)), shape)
+        return Written(leaf_type(self._leaf.kind, self._leaf.dtype, len(shape)), shape)
 
     def recover(self, num_rows: int) -> Sequence[Any]:
         """Return copies of the first rows, as arrays or tensors of their own."""
