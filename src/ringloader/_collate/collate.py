@@ -15,19 +15,9 @@ from typing import Any
 import numpy as np
 
 from ringloader._collate.collated import Collated, make_layout, pack_inline
-from ringloader._collate.columns import (
-    LEAF_NODE,
-    VALUE_NODE,
-    Asker,
-    Inline,
-    Outcome,
-    Source,
-    Subtree,
-    find_runs,
-    gather,
-    gather_run,
-)
+from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, find_runs, gather, gather_run
 from ringloader._collate.direct import DirectRows, direct_rows, row_nbytes
+from ringloader._collate.leaves import Inline, Outcome, Source, Subtree
 from ringloader._collate.padding import Padding
 from ringloader._collate.results import walk_batch
 from ringloader._collate.structure import Keys, Structure

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.columns import Source, Subtree
+from ringloader._collate.leaves import Source, Subtree
 from ringloader._collate.structure import Keys
 from ringloader._core import values
 from ringloader._core.layout import Layout, LeafType, Placement, Shapes, numbered

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.columns import Written, refuse_shape
+from ringloader._collate.columns import refuse_shape
 from ringloader._collate.containers import Rule, rule_of
+from ringloader._collate.leaves import Written
 from ringloader._collate.structure import Keys
 from ringloader._core import dtypes
 from ringloader._core.layout import LeafType, leaf_type

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.columns import Asker, Source, WholeArray, check_tensor, refuse_array, refuse_dtypes
+from ringloader._collate.columns import Asker, check_tensor, refuse_array, refuse_dtypes
 from ringloader._collate.containers import Rule, rule_of
+from ringloader._collate.leaves import Source, WholeArray
 from ringloader._collate.structure import Keys, Leaf
 from ringloader._core import dtypes
 from ringloader._core.layout import leaf_type

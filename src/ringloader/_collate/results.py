@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, Source, Subtree, WholeArray, check_tensor, refuse_array
+from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, check_tensor, refuse_array
 from ringloader._collate.containers import CONTAINERS, FormError, Rule, form_of, name_of, rule_of
+from ringloader._collate.leaves import Source, Subtree, WholeArray
 from ringloader._collate.structure import Keys, child_path, contents
 from ringloader._core import dtypes, values
 from ringloader._core.array_spec import ArraySpec

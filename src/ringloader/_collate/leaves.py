@@ -1,0 +1,144 @@
+"""What a leaf of a batch is written from: rows of arrays, a whole array, or nothing more.
+
+Owns the ways in which numpy joins rows, and refuses those that do not agree. What is written from tensors is in `tensors`. Must
+not import torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ringloader._core import dtypes
+from ringloader._core.layout import LeafType, Node, leaf_type
+
+_Casting = Literal["unsafe", "no"]
+
+
+class Source(Protocol):
+    """A leaf that is yet to be written: its type and final shape, and where its bytes come from."""
+
+    leaf: LeafType
+    shape: tuple[int, ...]
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        """Write the bytes at `offset`. Raises ValueError, TypeError or RuntimeError where rows do not agree."""
+
+    def check(self) -> None:
+        """Raise what `write` would, without writing."""
+
+
+class Inline:
+    """A leaf that travels in the message."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Subtree:
+    """A leaf that turned out to be a tree of its own (only torch's own rules give this)."""
+
+    __slots__ = ("node", "sources", "values")
+
+    def __init__(self, node: Node, sources: list[Source], values: list[Any]) -> None:
+        self.node = node
+        self.sources = sources
+        self.values = values
+
+
+Outcome = Source | Inline | Subtree
+
+
+class ArrayRows:
+    """Arrays of one shape, joined along a new first dimension."""
+
+    __slots__ = ("_cast", "_rows", "leaf", "shape")
+
+    def __init__(self, rows: Sequence[np.ndarray], dtype: str, cast: bool) -> None:
+        self._rows = rows
+        self._cast = cast
+        self.shape = (len(rows), *rows[0].shape)
+        self.leaf = leaf_type("tensor", dtype, len(self.shape))
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        casting: _Casting = "unsafe" if self._cast else "no"
+        dtype = dtypes.storage_of(self.leaf.dtype)
+        if len(self.shape) == 1:
+            np.stack(self._rows, out=np.ndarray(self.shape, dtype, slot, offset), casting=casting)
+        else:
+            _join(self._rows, casting, self.shape, dtype, slot, offset)
+
+    def check(self) -> None:
+        if {row.shape for row in self._rows} != {self.shape[1:]}:
+            raise ValueError("rows differ in shape")
+        if not self._cast and {row.dtype for row in self._rows} != {self._rows[0].dtype}:
+            raise ValueError("rows differ in dtype")
+
+
+def _join(
+    rows: Sequence[np.ndarray], casting: _Casting, shape: tuple[int, ...], dtype: np.dtype, slot: np.ndarray, offset: int
+) -> None:
+    """Join rows that have dimensions into an array of this shape. Raises ValueError or TypeError for rows that do not agree."""
+    # Rows of one length that can be joined along their first dimension have one shape. A row loop takes three times longer.
+    if set(map(len, rows)) != {shape[1]}:
+        raise ValueError("rows differ in length")
+    joined = (shape[0] * shape[1], *shape[2:])
+    np.concatenate(rows, 0, np.ndarray(joined, dtype, slot, offset), dtype=None, casting=casting)
+
+
+class ArrayRun:
+    """Leaves of one dtype and shape, which lie one behind the other: the rows of all of them are joined at once. Stands for the
+    first; the others are `Written` with it."""
+
+    __slots__ = ("_columns", "_rows", "leaf", "shape")
+
+    def __init__(self, columns: Sequence[Sequence[np.ndarray]], leaf: LeafType, shape: tuple[int, ...]) -> None:
+        self._columns = columns
+        self._rows = list(itertools.chain.from_iterable(columns))
+        self.leaf = leaf
+        self.shape = shape
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        _join(self._rows, "no", (len(self._rows), *self.shape[1:]), dtypes.storage_of(self.leaf.dtype), slot, offset)
+
+    def check(self) -> None:
+        for column in self._columns:
+            ArrayRows(column, self.leaf.dtype, cast=False).check()
+
+
+class Written:
+    """A leaf whose rows are in the slot already, or come there with those of another, where the layout wants them."""
+
+    __slots__ = ("leaf", "shape")
+
+    def __init__(self, leaf: LeafType, shape: tuple[int, ...]) -> None:
+        self.leaf = leaf
+        self.shape = shape
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        """Nothing is left to do."""
+
+    def check(self) -> None:
+        """Each row was checked, or is with the others."""
+
+
+class WholeArray:
+    """One array with all rows of the leaf."""
+
+    __slots__ = ("_array", "leaf", "shape")
+
+    def __init__(self, array: np.ndarray, kind: str, dtype: str) -> None:
+        self._array = array
+        self.shape = array.shape
+        self.leaf = leaf_type(kind, dtype, array.ndim)
+
+    def write(self, slot: np.ndarray, offset: int) -> None:
+        np.copyto(np.ndarray(self.shape, dtypes.storage_of(self.leaf.dtype), slot, offset), self._array, casting="no")
+
+    def check(self) -> None:
+        """An array agrees with itself."""
