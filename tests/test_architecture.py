@@ -27,6 +27,8 @@ _LEVELS = {
     "samplers": 4,
     "_runtime": 5,
     "progress": 6,
+    "orders": 6,
+    "stats": 6,
     "iterators": 6,
     "leases": 6,
     "loader": 7,

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import ringloader
-import ringloader.loader as loader_module
+import ringloader.orders as orders_module
 from ringloader import ConfigError, FactoryError, FactorySpec, FaultPolicy, Loader
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,7 +264,7 @@ def test_readme_ranks_with_torchs_sampler_are_not_sharded_twice(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A DistributedSampler decides alone, and gets its epoch from the loader; without one the loader shards, and says so."""
-    monkeypatch.setattr(loader_module, "_said_sharding", set())  # it is said once per process
+    monkeypatch.setattr(orders_module, "_said", set())  # it is said once per process
     read = []
     for rank in range(2):
         sampler = DistributedSampler(range(16), num_replicas=2, rank=rank)  # type: ignore[var-annotated, arg-type]

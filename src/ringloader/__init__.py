@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     )
     from ringloader.factory import FactorySpec
     from ringloader.leases import record_stream, release
-    from ringloader.loader import Loader, LoaderStats
+    from ringloader.loader import Loader
     from ringloader.samplers import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedSampler
     from ringloader.shared_records import SharedRecords
     from ringloader.sharing import SharedArrays
+    from ringloader.stats import LoaderStats
 
 __version__ = "0.1.0"
 
@@ -61,9 +62,10 @@ _MODULES = {
     "datasets": ("Dataset", "dataset"),
     "factory": ("FactorySpec",),
     "leases": ("record_stream", "release"),
-    "loader": ("Loader", "LoaderStats"),
+    "loader": ("Loader",),
     "shared_records": ("SharedRecords",),
     "sharing": ("SharedArrays",),
+    "stats": ("LoaderStats",),
     "samplers": ("BatchSampler", "DistributedSampler", "RandomSampler", "SequentialSampler", "WeightedSampler"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

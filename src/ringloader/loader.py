@@ -20,55 +20,25 @@ from typing import Any
 import numpy as np
 
 from ringloader._core.bad_samples import BadSamples
-from ringloader._core.batching import EpochPlan
 from ringloader._core.messages import Call
 from ringloader._core.policy import FaultPolicy
 from ringloader._core.state import State
-from ringloader._runtime import backends, building, calls, cuda, lifetime, options, sources, wrapping
+from ringloader._runtime import backends, calls, cuda, lifetime, options, sources, wrapping
 from ringloader._runtime.engine import Engine
-from ringloader._runtime.keys import num_sampled
 from ringloader._runtime.ring import Ring
 from ringloader._runtime.sources import close_all
 from ringloader._specs import main_module
 from ringloader.errors import ClosedError, ConfigError
-from ringloader.factory import FactorySpec, find_process_spec
+from ringloader.factory import FactorySpec
 from ringloader.iterators import DeviceIterator, LoaderIterator
-from ringloader.progress import Place, Progress, deadly_keys, name_keys, order_of, own_state
+from ringloader.orders import Orders
+from ringloader.progress import Place, Progress, deadly_keys, name_keys, own_state
 from ringloader.samplers import follow_epoch, resolve_rank, set_epoch
+from ringloader.stats import LoaderStats
 
-__all__ = ["Loader", "LoaderStats"]
+__all__ = ["Loader"]
 
 logger = logging.getLogger("ringloader")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoaderStats:
-    """Counts since the loader was made. Durations in seconds, sizes in bytes.
-
-    wait_s: time `next` spent, all told. copied_nbytes: bytes that were copied to make batches; equal to the batches' own bytes
-    unless a custom `collate_fn` made them first. num_refilled: batches made again after a death or for want of room. num_stale:
-    late answers that were dropped. num_retried: fetches that failed and were tried again (`faults.retry`). num_recycled:
-    healthy workers that gave way to a successor. num_skipped: different samples that were left out or replaced. pinned_nbytes:
-    page-locked bytes of the ring. copy_s: time of copies to `device`, measured there.
-    """
-
-    num_batches: int = 0
-    num_samples: int = 0
-    wait_s: float = 0.0
-    copied_nbytes: int = 0
-    num_restarts: int = 0
-    num_refilled: int = 0
-    num_stale: int = 0
-    num_recoveries: int = 0
-    num_retried: int = 0
-    num_recycled: int = 0
-    num_skipped: int = 0
-    num_slots: int = 0
-    num_segments: int = 0
-    ring_nbytes: int = 0
-    pinned_nbytes: int = 0
-    copy_s: float = 0.0
-    worker_pids: tuple[int, ...] = ()
 
 
 class Loader:
@@ -113,12 +83,11 @@ class Loader:
         given = {name: value for name, value in locals().items() if name not in ("self", "dataset", "__class__")}
         _refuse_unguarded_main()
         self._options = options.check(given)
-        self._is_seed_drawn = seed is None
         sources.check_dataset(dataset)
         self.dataset = dataset
         self._rank, self._world_size = resolve_rank(self._options.rank, self._options.world_size)
         backend = backends.choose(dataset, self._options, self._rank, self._world_size)
-        self._make_backend, self._length = backend.make, backend.length
+        self._make_backend = backend.make
         self._drop_payload: weakref.finalize[..., Any] | None = None
         if backend.closing:
             self._drop_payload = weakref.finalize(self, close_all, backend.closing)
@@ -141,14 +110,11 @@ class Loader:
         self._num_forgotten = 0  # skipped before a resumption, and known by their names at most
         self._named: list[object] = []  # those names
         self._deadly = BadSamples()  # samples that ended workers, for workers to come
-        self._facts: dict[str, Any] | None = None  # of the dataset
-        self._streams_known: bool | None = None  # whether it is an iterable one, once that is known
         self._progress: Progress | None = None  # of the epoch begun last
         self._early: Progress | None = None  # the next one, begun before anybody has asked for it
         self._resumed: State | None = None  # where the next one goes on
-        if not isinstance(dataset, FactorySpec) and find_process_spec(dataset) is None:
-            self._is_iterable()  # refuses options that an iterable dataset cannot have
-        self._say_sharding()
+        self._orders = Orders(dataset, self._options, self._rank, self._world_size, backend.length, self._ask_facts)
+        self._orders.say_sharding(is_seed_drawn=seed is None)
 
     # --- what torch's loader has too ------------------------------------------------------------------------------------
 
@@ -187,15 +153,8 @@ class Loader:
         return (LoaderIterator if self._cuda_device is None else DeviceIterator)(self, engine, progress)
 
     def __len__(self) -> int:
-        """Batches per epoch on this rank. Raises TypeError when a sampler has no length."""
-        opts = self._options
-        if opts.batch_sampler is not None:
-            return num_sampled(opts.batch_sampler, None, batched=True, drop_last=False)
-        if opts.sampler is not None:
-            return num_sampled(opts.sampler, opts.batch_size, batched=False, drop_last=opts.drop_last)
-        if self._is_iterable():  # last: with a spec only workers know, and a sampler's length needs none
-            return self._num_streamed()
-        return len(self._plan(self.dataset_size, 0))
+        """Batches per epoch on this rank. Raises TypeError when a sampler, or an iterable dataset, has no length."""
+        return self._orders.num_batches
 
     def __enter__(self) -> Loader:
         self._check_open()
@@ -207,17 +166,11 @@ class Loader:
     @property
     def dataset_size(self) -> int:
         """Samples of the dataset; with a spec the workers report it, and are started for that. Raises FactoryError."""
-        if self._length < 0:
-            self._check_open()
-            self._length = self._running().dataset_facts()["length"]
-        if self._length < 0:
-            raise ConfigError("the dataset has no __len__; give a sampler or a batch_sampler", option="sampler", value=None)
-        return self._length
+        return self._orders.dataset_size
 
     def start(self) -> None:
         """Start the workers now and wait for the first; without it the first `iter` does. Raises FactoryError."""
-        self._check_open()
-        self._running().dataset_facts()
+        self._ask_facts()
 
     def close(self) -> None:
         """End the workers. Batches that are still held stay valid. Harmless a second time."""
@@ -254,7 +207,7 @@ class Loader:
         else:
             place = progress.here()
         return State(
-            **self._identity(place.epoch),
+            **self._orders.identity(place.epoch),
             epoch=place.epoch,
             position=place.position,
             above=list(place.above),
@@ -306,7 +259,7 @@ class Loader:
 
         Raises IndexError outside the epoch, ConfigError where a sampler decides.
         """
-        plan = self._own_plan(epoch)
+        plan = self._orders.own_plan(epoch)
         if plan is None:
             raise ConfigError("indices() knows our own order alone; a sampler decides here", option="sampler", value=None)
         return plan.batch(batch)[0]
@@ -317,26 +270,7 @@ class Loader:
         past = dataclasses.replace(
             self._past, num_batches=self._num_batches, wait_s=self._wait_s, copy_s=self._copy_s, num_skipped=num_skipped
         )
-        engine = self._engine
-        if engine is None:
-            return dataclasses.replace(past, num_slots=0, num_segments=0, ring_nbytes=0, pinned_nbytes=0, worker_pids=())
-        scheduler = engine.scheduler
-        return dataclasses.replace(
-            past,
-            num_samples=past.num_samples + engine.delivery.num_samples,
-            copied_nbytes=past.copied_nbytes + engine.delivery.copied_nbytes,
-            num_restarts=past.num_restarts + sum(worker.num_restarts for worker in scheduler.workers.all),
-            num_refilled=past.num_refilled + scheduler.num_refilled,
-            num_stale=past.num_stale + scheduler.num_stale,
-            num_recoveries=past.num_recoveries + engine.pump.num_recoveries,
-            num_retried=past.num_retried + scheduler.num_retried,
-            num_recycled=past.num_recycled + scheduler.supervision.recycling.num_recycled,
-            num_slots=len(scheduler.slots.by_id),
-            num_segments=len(engine.ring.segments),
-            ring_nbytes=engine.ring.nbytes,
-            pinned_nbytes=engine.ring.pins.nbytes,
-            worker_pids=() if self._is_closed else tuple(engine.pids()),
-        )
+        return past.with_engine(self._engine, is_closed=self._is_closed)
 
     @property
     def skipped(self) -> list[object]:
@@ -435,14 +369,14 @@ class Loader:
         opts = self._options
         if self._early is not None:
             return self._early
-        facts = self._facts or {}
+        facts = self._orders.facts or {}
         is_known = opts.sampler is None and opts.batch_sampler is None and not facts.get("has_set_epoch", True)
         follows = progress is self._progress and self._epoch == progress.place.epoch + 1 and self._resumed is None
         is_alone = len(engine.scheduler.sessions) == 1 and not engine.backend.shares_dataset
-        if not (is_known and follows and is_alone and opts.persistent_workers) or self._is_closed or self._is_iterable():
+        if not (is_known and follows and is_alone and opts.persistent_workers) or self._is_closed or self._orders.is_iterable():
             return None
         place = Place(self._epoch)
-        plan = self._own_plan(place.epoch)
+        plan = self._orders.own_plan(place.epoch)
         early = Progress(place, opts, plan, rank=self._rank, world_size=self._world_size)
         early.session = engine.open_session(place.epoch, in_order=opts.in_order, is_early=True)
         self._early = early
@@ -473,115 +407,29 @@ class Loader:
 
     def _begin(self, engine: Engine) -> Progress:
         """The next epoch, or the rest of one that was saved. Raises ConfigError for a state that does not fit."""
-        self._facts = engine.dataset_facts()
+        self._orders.facts = engine.dataset_facts()
         with self._engine_lock:
             resumed, self._resumed = self._resumed, None
             place = Place(self._epoch) if resumed is None else Place.of(resumed)
             self._epoch = place.epoch + 1
         try:
             if resumed is not None:
-                resumed.check(**self._identity(resumed.epoch))
+                resumed.check(**self._orders.identity(resumed.epoch))
             for sampler in (self._options.sampler, self._options.batch_sampler):
                 follow_epoch(sampler, place.epoch)
-            plan = self._own_plan(place.epoch, place.position)
-            num_streams = max(1, self._options.num_workers) if self._is_iterable() else 0
+            plan = self._orders.own_plan(place.epoch, place.position)
+            num_streams = max(1, self._options.num_workers) if self._orders.is_iterable() else 0
             if num_streams and self._world_size > 1:
-                self._say_once(
-                    "rank %d of %d: an iterable dataset is not sharded by the loader, it takes its part by "
-                    "get_worker_info().rank and .world_size"
-                )
+                self._orders.say_unsharded()
             return Progress(place, self._options, plan, rank=self._rank, world_size=self._world_size, num_streams=num_streams)
         except BaseException:
             self._epoch, self._resumed = place.epoch, resumed  # as if it had not been called
             raise
 
-    def _own_plan(self, epoch: int, start: int = 0) -> EpochPlan | None:
-        """Our own order of an epoch, None where a sampler of the user's decides, or an iterable dataset."""
-        if self._options.batch_sampler is not None or self._options.sampler is not None or self._is_iterable():
-            return None
-        return self._plan(self.dataset_size, epoch, start)
-
-    def _is_iterable(self) -> bool:
-        """Whether the dataset is read from its beginning on. Raises ConfigError for options that such a one cannot have."""
-        if self._streams_known is None:
-            if isinstance(self.dataset, FactorySpec) or find_process_spec(self.dataset) is not None:
-                self._facts = self._facts or self._running().dataset_facts()
-                is_iterable = bool(self._facts["iterable"])
-            else:
-                is_iterable = building.is_iterable(self.dataset)
-            if is_iterable:
-                sources.check_stream_options(self._options)
-                if self._options.faults.retry is not None:
-                    logger.warning("faults.retry does not apply to an iterable dataset: an iterator that raised has ended")
-                if self._options.faults.on_bad_sample != "raise":
-                    logger.warning(
-                        "faults.on_bad_sample=%r does not apply to an iterable dataset: a sample that raises is an error of "
-                        "its batch",
-                        self._options.faults.on_bad_sample,
-                    )
-            self._streams_known = is_iterable
-        return self._streams_known
-
-    def _num_streamed(self) -> int:
-        """Batches of an iterable dataset, by torch's rule. Raises TypeError when it has no length."""
-        self._facts = self._facts or self._running().dataset_facts()
-        length: int = self._facts["stream_length"]
-        opts = self._options
-        if length < 0:
-            raise TypeError("the iterable dataset has no __len__, so the number of its batches is not known")
-        size = opts.batch_size or 1
-        return length // size if opts.drop_last else -(-length // size)
-
-    def _identity(self, epoch: int) -> dict[str, Any]:
-        """What a saved state must have in common with this loader."""
-        if self._facts is None:
-            self._check_open()
-            self._facts = self._running().dataset_facts()
-        return {
-            "size": self._facts["length"],
-            "seed": self._options.seed,
-            "order": self._order(epoch),
-            "fingerprint": self._facts["fingerprint"],
-        }
-
-    def _order(self, epoch: int) -> str:
-        if self._is_iterable():
-            opts = self._options
-            return f"streams of {max(1, opts.num_workers)} workers, {self._world_size} ranks, batch_size={opts.batch_size}"
-        return order_of(self._options, self._own_plan(epoch), epoch)
-
-    def _plan(self, size: int, epoch: int, start: int = 0) -> EpochPlan:
-        opts = self._options
-        return EpochPlan(
-            size,
-            opts.batch_size or 1,
-            drop_last=opts.drop_last,
-            shuffle=opts.shuffle,
-            seed=opts.seed,
-            epoch=epoch,
-            rank=self._rank,
-            world_size=self._world_size,
-            start=start,
-        )
-
-    def _say_sharding(self) -> None:
-        opts = self._options
-        if self._world_size == 1 or opts.sampler is not None or opts.batch_sampler is not None:
-            return
-        if opts.shuffle and self._is_seed_drawn:
-            raise ConfigError(
-                f"seed=None with {self._world_size} ranks: each would draw an order of its own and samples would be missed and "
-                "repeated; give every rank the same seed",
-                option="seed",
-                value=None,
-            )
-        if isinstance(self.dataset, FactorySpec) or not building.is_iterable(self.dataset):
-            self._say_once("rank %d of %d reads its share of each epoch; world_size=1 has every rank read all of it")
-
-    def _say_once(self, words: str) -> None:
-        if (self._rank, self._world_size, words) not in _said_sharding:
-            _said_sharding.add((self._rank, self._world_size, words))
-            logger.warning(words, self._rank, self._world_size)
+    def _ask_facts(self) -> dict[str, Any]:
+        """Have a worker tell what the dataset is."""
+        self._check_open()
+        return self._running().dataset_facts()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -606,4 +454,3 @@ def _warn_unpinned() -> None:
 
 
 _warned_unpinned = False
-_said_sharding: set[tuple[int, int, str]] = set()

@@ -18,9 +18,8 @@ from ringloader._core.streams import Streams, packed_form
 from ringloader._runtime.keys import EXHAUSTED, ExceptKeys, KeySource, PlannedKeys, SampledKeys, StreamKeys, discard
 from ringloader._runtime.options import Options
 from ringloader.errors import ConfigError
-from ringloader.samplers import describe
 
-__all__ = ["Place", "Progress", "name_keys", "order_of", "own_state"]
+__all__ = ["Place", "Progress", "deadly_keys", "name_keys", "own_state"]
 
 # Of a key that was left out as much as tells it from others.
 _MAX_NAME = 40
@@ -181,16 +180,6 @@ class _Rest:
         iterator = iter(self._sampler)
         discard(iterator, self._count)
         return iterator
-
-
-def order_of(options: Options, plan: EpochPlan | None, epoch: int) -> str:
-    """What decides an epoch's order, and a digest of it where it is ours."""
-    if plan is None:
-        if options.batch_sampler is not None:
-            return f"batch_sampler {describe(options.batch_sampler, epoch)}"
-        return f"sampler {describe(options.sampler, epoch)}"
-    permutation = plan.permutation
-    return "sequential" if permutation is None else f"{permutation.algorithm} {permutation.digest()}"
 
 
 def name_keys(skipped: list[Any]) -> list[Any]:

@@ -50,7 +50,7 @@ def test_array_dataset_gives_what_tensor_dataset_gives(num_workers: int, shuffle
     """Tuples of arrays become the same batches as torch's TensorDataset, rows small and large, in order and shuffled."""
     held = arrays()
     with Loader(ArrayDataset(*held), batch_size=8, shuffle=shuffle, num_workers=num_workers) as loader:
-        order = loader._plan(50, 0)._compute_keys(0, 50).tolist() if shuffle else list(range(50))
+        order = loader._orders.plan(0)._compute_keys(0, 50).tolist() if shuffle else list(range(50))
         batches = list(loader)
     expected = list(DataLoader(TensorDataset(*map(torch.from_numpy, held)), batch_size=8, sampler=order))
     assert len(batches) == len(expected)
@@ -122,7 +122,7 @@ def test_array_dataset_over_views_is_right(make: Any) -> None:
     """Strided, reversed and column-major arrays give their own rows."""
     x = make(np.arange(400.0).reshape(40, 10))
     with Loader(ArrayDataset(x), batch_size=6, shuffle=True) as loader:
-        order = loader._plan(len(x), 0)._compute_keys(0, len(x))
+        order = loader._orders.plan(0)._compute_keys(0, len(x))
         assert np.array_equal(rows_of(loader)[0].numpy(), x[order])
 
 
@@ -180,7 +180,7 @@ def test_token_windows_are_every_window_shifted_by_one(length: int, stride: int,
     held = TokenWindows(tokens, length, stride)
     assert len(held) == len(range(0, 400 - length, stride))
     with Loader(held, batch_size=9, shuffle=True, num_workers=num_workers) as loader:
-        order = loader._plan(len(held), 0)._compute_keys(0, len(held)).tolist()
+        order = loader._orders.plan(0)._compute_keys(0, len(held)).tolist()
         inputs, targets = rows_of(loader)
     assert inputs.dtype == torch.int32
     for row, index in enumerate(order):

@@ -190,7 +190,7 @@ def test_state_counts_no_batch_that_waits_on_a_device(monkeypatch: pytest.Monkey
     with make() as loader:
         loader.load_state_dict(state)
         whole += order_of(loader)
-        assert whole == loader._plan(_SIZE, 0)._compute_keys(0, _SIZE).tolist()
+        assert whole == loader._orders.plan(0)._compute_keys(0, _SIZE).tolist()
 
 
 # --- samplers of the user's ----------------------------------------------------------------------------------------------

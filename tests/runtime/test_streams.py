@@ -422,7 +422,7 @@ def test_ranks_are_told_that_a_stream_is_theirs_to_shard(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing promises them a share."""
-    monkeypatch.setattr("ringloader.loader._said_sharding", set())  # it is said once per process
+    monkeypatch.setattr("ringloader.orders._said", set())  # it is said once per process
     with Loader(streams.Sharded(10), batch_size=4, rank=1, world_size=2) as loader:
         list(loader)
     assert "takes its part by get_worker_info().rank" in caplog.text
