@@ -30,7 +30,8 @@ only_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the tunabl
     [
         (0, 0),
         (1, 0),
-        (15, 0),
+        (3, 0),
+        (4, 4 << 20),
         (16, 1 << 20),
         (32, 512 << 10),
         (64, 256 << 10),

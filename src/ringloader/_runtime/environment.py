@@ -25,9 +25,9 @@ _TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 _GIVEN = "RINGLOADER_GIVEN_TUNABLES"
 # From 12 MiB on a batch gains where the training process reads it once, from 20 MiB on where it does twice.
 _LARGE_BATCH_NBYTES = 16 << 20
-# Rows below are copied by the user's code too, which then works on the copy. With larger ones than the second the size would
-# be above what glibc takes by itself on most machines.
-_LEAST_ROW_NBYTES, _MOST_ROW_NBYTES = 128 << 10, 1 << 20
+# Rows below are copied by the user's code too, which then works on the copy. A size above the second is well beyond what glibc
+# takes by itself on most machines, and would only take something away from them.
+_LEAST_ROW_NBYTES, _MOST_ROW_NBYTES = 128 << 10, 4 << 20
 
 _withdrawn: dict[str, str] = {}  # what this process was started with, for itself alone
 
