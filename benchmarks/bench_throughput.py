@@ -9,10 +9,9 @@ DataLoader is shown at its best: persistent workers started by fork, with the fa
 prefetch that a short first pass measures on each workload; the table names it. Where no workers at all (`inline`) are its
 fastest, it has a row for each, and so has ringloader: inline nothing is loaded while the training step runs, which a consumer
 that does nothing can't show. `memcpy` is as many processes copying as many bytes per batch from memory into shared memory, row
-by row or as a block, whichever is faster, and `memcpy past caches` is the same with the C library told what our workers tell
-it, where they do; `getitem` is as many processes that only call `dataset[i]`. "of limit" compares with the lower of getitem and
-the better memcpy. `in place` is the same samples out of our array datasets, which write whole batches into the ring. SPDL is
-measured too where it is installed.
+by row or as a block, whichever is faster; `getitem` is as many processes that only call `dataset[i]`. "of limit" compares with
+the lower of the two. `in place` is the same samples out of our array datasets, which write whole batches into the ring. SPDL
+is measured too where it is installed.
 
 `start`: from making a loader with 4 workers on a small dataset, of numpy and of torch, to its first batch, and the memory of
 workers (PSS without shared segments, the process that ours are split off included); imports are not part of it, their time is
@@ -26,10 +25,8 @@ in the JSON.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -38,15 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.measure import row_nbytes
 from benchmarks.workloads import SMALL, SMALL_TORCH, WORKLOADS
-from ringloader._runtime.environment import TUNABLES, Environment, past_caches_nbytes
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SECTIONS = ("throughput", "start", "epoch")
-_PAST_CACHES = "memcpy past caches"
-_COPIES = ("memcpy", _PAST_CACHES)
-_LIMITS = (*_COPIES, "getitem")
+_LIMITS = ("memcpy", "getitem")
 _RATIOS = ("ratio_to_dataloader_workers", "ratio_to_dataloader", "ratio_to_limit")
 # A measurement takes seconds; one that takes this long hangs, and the others should still be made.
 _TIMEOUT_S = 180
@@ -134,7 +127,7 @@ def epoch(args: argparse.Namespace, failures: list[str]) -> list[dict[str, Any]]
 
 def _contenders(args: argparse.Namespace, workload: str, failures: list[str]) -> list[Contender]:
     # Rows of several lengths have no copy of a block to compare with.
-    limits = _LIMITS if WORKLOADS[workload].is_copied else ("getitem",)
+    limits = ("memcpy", "getitem") if WORKLOADS[workload].is_copied else ("getitem",)
     peers = ("SPDL threads",) if importlib.util.find_spec("spdl") is not None else ()
     dataloaders = _best_dataloaders(args, workload, failures)
     has_inline = len(dataloaders) > 1
@@ -143,18 +136,8 @@ def _contenders(args: argparse.Namespace, workload: str, failures: list[str]) ->
         *([Contender("ringloader in place", workload, args.workers)] if WORKLOADS[workload].has_in_place else []),
         *([Contender("ringloader", workload, 0)] if has_inline else []),
         *dataloaders,
-        *(Contender(name, workload, args.workers) for name in (*peers, *limits) if name != _PAST_CACHES or _tunables(workload)),
+        *(Contender(name, workload, args.workers) for name in (*peers, *limits)),
     ]
-
-
-@functools.cache
-def _tunables(workload: str) -> dict[str, str]:
-    """What our workers' C library is told for this workload, if it applies to its rows."""
-    batch_size = WORKLOADS[workload].batch_size
-    nbytes = past_caches_nbytes(batch_size)
-    if not nbytes or row_nbytes(WORKLOADS[workload]) < nbytes:
-        return {}
-    return {TUNABLES: Environment(0, batch_size).now()[TUNABLES]}
 
 
 def _best_dataloaders(args: argparse.Namespace, workload: str, failures: list[str]) -> list[Contender]:
@@ -225,10 +208,7 @@ def _measure(contender: Contender, asked: dict[str, Any]) -> dict[str, float]:
     }
     # Warnings are off: DataLoader has one about more workers than cores, which is what is asked for here.
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measure", json.dumps(job)]
-    tunables = _tunables(contender.workload) if contender.name == _PAST_CACHES else {}
-    done = subprocess.run(
-        command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True, env={**os.environ, **tunables}
-    )
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     values: dict[str, float] = json.loads(done.stdout)
     return values
 
@@ -258,11 +238,10 @@ def _add_ratios(rows: Sequence[dict[str, Any]]) -> None:
             continue
         peers = [other for other in measured if other["workload"] == row["workload"]]
         dataloaders = [other for other in peers if other["contender"] == "DataLoader"]
-        copies = _medians(other for other in peers if other["contender"] in _COPIES)
         rivals = (
             _medians(other for other in dataloaders if not other["is_inline"]),
             _medians(dataloaders),
-            [*([max(copies)] if copies else []), *_medians(other for other in peers if other["contender"] == "getitem")],
+            _medians(other for other in peers if other["contender"] in _LIMITS),
         )
         for name, medians, choose in zip(_RATIOS, rivals, (max, max, min), strict=True):
             row[name] = row["rate"]["median"] / choose(medians) if medians else None

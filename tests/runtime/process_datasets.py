@@ -56,15 +56,6 @@ class Facts(Numbers):
             "heavy": [name for name in ("torch", "logging", "ringloader._runtime.pool") if name in _AT_START],
         }
 
-    def tunables(self) -> list[str | None]:
-        """Those of the C library that this process began with, that it finds, and that a child of it gets."""
-        # Some releases of glibc put ends of strings where there were colons.
-        words = Path("/proc/self/environ").read_text().replace("\0glibc.", ":glibc.").split("\0")
-        began = dict(word.split("=", 1) for word in words if "=" in word)
-        shell = "printf %s ${GLIBC_TUNABLES-none}"
-        child = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout
-        return [began.get("GLIBC_TUNABLES"), os.environ.get("GLIBC_TUNABLES"), None if child == "none" else child]
-
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 

@@ -25,7 +25,6 @@ import torch
 
 from ringloader import FactoryError, FactorySpec, FaultPolicy, Loader
 from ringloader._runtime import forking, sources
-from ringloader._runtime.environment import Environment
 from ringloader._runtime.template import Template
 from tests.runtime.conftest import UNIT_S, wait_until
 from tests.runtime.process_datasets import Facts
@@ -224,7 +223,7 @@ class Scripted(Template):
     pid = 0
 
     def __init__(self, words: list[bytes], late: int = 0, is_stuck: bool = False) -> None:
-        super().__init__(Environment())
+        super().__init__(0)
         self.words, self.late, self.is_stuck = words, late, is_stuck
 
     def _launch(self, conditions: Any) -> None:
@@ -268,7 +267,7 @@ def test_process_that_may_not_ask_about_itself_has_no_template(a_socket: int, mo
         raise PermissionError(errno.EPERM, "not permitted")
 
     monkeypatch.setattr(os, "sched_getscheduler", refuse)
-    assert Template(Environment()).split(a_socket) is None
+    assert Template(0).split(a_socket) is None
 
 
 def test_template_gives_way_where_there_is_no_process_more(a_socket: int) -> None:
@@ -445,12 +444,12 @@ def test_torch_that_workers_will_import_is_there_already(
         assert all(map(is_split, loader.stats().worker_pids))
 
 
-BEFORE_TORCH = """
+_BEFORE_TORCH = """
 import sys
 if "torch" in sys.modules:
     raise ImportError("to be imported before torch")
 """
-AFTER_IT = """
+_AFTER_IT = """
 import {first}
 import torch
 
@@ -465,8 +464,8 @@ class Numbers:
 def test_module_that_has_to_come_before_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker in which it fails because torch is there already begins again, without, and that is no death."""
     first, name = "comes_before_torch", "has_one_before_torch"
-    (tmp_path / f"{first}.py").write_text(BEFORE_TORCH)
-    (tmp_path / f"{name}.py").write_text(AFTER_IT.format(first=first))
+    (tmp_path / f"{first}.py").write_text(_BEFORE_TORCH)
+    (tmp_path / f"{name}.py").write_text(_AFTER_IT.format(first=first))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, first, ModuleType(first))  # as if this process had the right order
     dataset = importlib.import_module(name).Numbers

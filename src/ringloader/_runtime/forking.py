@@ -27,8 +27,6 @@ import sys
 import threading
 from collections.abc import Callable
 
-from ringloader._runtime import environment
-
 # What the template says first, and what it is asked for, with the numbers of the standard streams whose descriptors follow.
 READY, UNFIT_WITH_TORCH, UNFIT, SPLIT = b"ready", b"with torch", b"unfit", b"split"
 ANSWER = struct.Struct("<q")  # a process id, or an error number below 0
@@ -92,7 +90,6 @@ def serve(fd: int, page_fd: int, parent_pid: int, torch_origin: str, path: list[
     Returns in each of them, with the descriptor of the worker's own socket, and with None when it is over.
     """
     fill_streams()
-    environment.withdraw()
     with socket.socket(fileno=fd) as sock:
         try:
             return _serve(sock, page_fd, parent_pid, functools.partial(_import_torch, torch_origin, path))

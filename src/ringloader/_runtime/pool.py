@@ -22,7 +22,6 @@ from ringloader._core.messages import Message
 from ringloader._core.policy import UNREAPED_S
 from ringloader._core.views import WorkerView
 from ringloader._runtime.causes import OomCounts, likely_cause, start_failure
-from ringloader._runtime.environment import Environment
 from ringloader._runtime.memory import private_nbytes
 from ringloader._runtime.pipe import Closed, NonBlockingPipe
 from ringloader._runtime.process import WorkerProcess
@@ -62,7 +61,7 @@ class WorkerSettings:
     """
 
     settings: dict[str, object]
-    environment: Environment
+    hash_seed: int
     descriptors: tuple[int, ...] = ()
     torch_origin: str = ""
 
@@ -81,7 +80,7 @@ class ProcessPool:
         self._measures_memory = measures_memory
         self._oom_counts = OomCounts()
         self._settings = settings
-        self._template = Template(settings.environment, settings.torch_origin, settings.settings["sys_path"])  # type: ignore[arg-type]
+        self._template = Template(settings.hash_seed, settings.torch_origin, settings.settings["sys_path"])  # type: ignore[arg-type]
         self._wake_fd = wake_fd
         self._members: dict[tuple[int, int], _Member] = {}  # by worker id and incarnation
         self._by_fd: dict[int, _Member] = {}
@@ -189,7 +188,7 @@ class ProcessPool:
         try:
             page_fd = StatusPage.create()
             page = StatusPage(page_fd)
-            process = WorkerProcess.start(self._settings.environment, page, self._template)
+            process = WorkerProcess.start(self._settings.hash_seed, page, self._template)
         except OSError as error:
             if page_fd >= 0:
                 os.close(page_fd)

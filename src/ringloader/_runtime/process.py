@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from ringloader._runtime.environment import Environment
 from ringloader._runtime.status import DUMP_SIGNAL, STAGES, STARTING, StatusPage
 
+# One thread per worker: a pool of threads per process times the number of workers is more threads than cores.
+_THREAD_LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _DUMP_WAIT_S = 0.5
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 # -P keeps the working directory out of sys.path until the handshake brings the parent's own path: a ./socket.py there must not
@@ -53,9 +54,9 @@ class WorkerProcess:
             self.pidfd = -1  # an old kernel or a sandbox without it: the owner waits in a thread
 
     @classmethod
-    def start(cls, environment: Environment, page: StatusPage, template: Splits) -> WorkerProcess:
+    def start(cls, hash_seed: int, page: StatusPage, template: Splits) -> WorkerProcess:
         """Start a process that runs a worker. Raises OSError."""
-        for launch in (template.split, functools.partial(_spawn_worker, environment)):
+        for launch in (template.split, functools.partial(_spawn_worker, hash_seed)):
             # A pair for each way: one that was split off and is not known must not read what the other gets.
             ours, theirs = socket_pair()
             try:
@@ -175,18 +176,18 @@ def socket_pair(kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.s
         theirs.close()
 
 
-def _spawn_worker(environment: Environment, fd: int) -> subprocess.Popen[bytes]:
-    return spawn(_PROGRAM.format(fd=fd), (fd,), environment.now())
+def _spawn_worker(hash_seed: int, fd: int) -> subprocess.Popen[bytes]:
+    return spawn(_PROGRAM.format(fd=fd), (fd,), environment(hash_seed))
 
 
-def spawn(program: str, fds: tuple[int, ...], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+def spawn(program: str, fds: tuple[int, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start an interpreter in a session of its own that runs a text of code and inherits descriptors. Raises OSError."""
     return subprocess.Popen(
         [*interpreter(), "-c", _BOOTSTRAP + program],
         stdin=subprocess.DEVNULL,
         pass_fds=fds,
         start_new_session=True,
-        env=variables,
+        env=environment,
     )
 
 
@@ -195,3 +196,13 @@ def interpreter() -> list[str]:
     # The flags of this interpreter (-O, -X dev, -W ...), as multiprocessing passes them on.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P"]
+
+
+def environment(hash_seed: int) -> dict[str, str]:
+    """What workers find in `os.environ`: this process's, one thread per worker, and one hash seed for all."""
+    found = dict(os.environ)
+    for name in _THREAD_LIMITS:
+        found.setdefault(name, os.environ.get("OMP_NUM_THREADS", "1"))
+    if found.get("PYTHONHASHSEED", "random") == "random":
+        found["PYTHONHASHSEED"] = str(hash_seed)
+    return found

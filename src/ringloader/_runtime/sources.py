@@ -17,7 +17,6 @@ from ringloader import factory
 from ringloader._collate.collate import Collator
 from ringloader._core import messages as msg
 from ringloader._runtime.building import PAYLOAD_ALIGNMENT, build_collator, is_iterable, retry_to_wire, run_init
-from ringloader._runtime.environment import Environment
 from ringloader._runtime.lacks import RoomError
 from ringloader._runtime.options import Options
 from ringloader._runtime.pool import WorkerSettings
@@ -87,19 +86,8 @@ def worker_settings(dataset: Any, options: Options, rank: int, world_size: int) 
         raise
     torch_origin = _torch_origin(settings.pop("references"))  # type: ignore[arg-type]
     settings |= {"rank": rank, "world_size": world_size}
-    environment = Environment(draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32), _known_batch_size(options))
-    return WorkerSettings(settings, environment, tuple([fd for fd, _ in closing]), torch_origin), length, closing
-
-
-def _known_batch_size(options: Options) -> int:
-    """Samples per batch, as far as is known before there is one; else 0."""
-    size = options.batch_size
-    if options.batch_sampler is not None:
-        try:
-            size = options.batch_sampler.batch_size
-        except Exception:
-            return 0  # only some say
-    return size if isinstance(size, int) and size > 0 else 0
+    hash_seed = draw_key(options.seed, _BUILD_EPOCH, 0) % (1 << 32)
+    return WorkerSettings(settings, hash_seed, tuple([fd for fd, _ in closing]), torch_origin), length, closing
 
 
 def _settings(dataset: Any, options: Options, closing: list[Closing]) -> tuple[dict[str, object], int]:

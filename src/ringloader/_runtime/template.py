@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringloader._runtime import forking
-from ringloader._runtime.environment import Environment
-from ringloader._runtime.process import interpreter, socket_pair, spawn
+from ringloader._runtime.process import environment, interpreter, socket_pair, spawn
 
 _PROGRAM = (
     "from ringloader._runtime.forking import serve; from ringloader._runtime.worker import main; "
@@ -59,7 +58,7 @@ class _Conditions:
     """What a process inherits from the one that starts it, and from the thread."""
 
     command: list[str]
-    variables: dict[str, str]
+    environment: dict[str, str]
     limits: tuple[tuple[int, int], ...]
     streams: tuple[int, ...]
     cores: frozenset[int]
@@ -69,11 +68,11 @@ class _Conditions:
     places: tuple[str, ...]  # namespaces and the root of the file system
 
     @classmethod
-    def now(cls, environment: Environment) -> _Conditions:
+    def now(cls, hash_seed: int) -> _Conditions:
         own = "/proc/thread-self"
         return cls(
             interpreter(),
-            environment.now(),
+            environment(hash_seed),
             tuple(resource.getrlimit(number) for number in range(_NUM_LIMITS)),
             tuple(number for number in (1, 2) if _is_inherited(number)),
             frozenset(os.sched_getaffinity(0)),
@@ -85,11 +84,11 @@ class _Conditions:
 
 
 class Template:
-    """Makes workers of one environment, as long as it can."""
+    """Makes workers of one hash seed, as long as it can."""
 
-    def __init__(self, environment: Environment, torch_origin: str = "", path: Sequence[str] = ()) -> None:
+    def __init__(self, hash_seed: int, torch_origin: str = "", path: Sequence[str] = ()) -> None:
         self.is_ending = False  # no more workers will be wanted: set by anybody
-        self._environment = environment
+        self._hash_seed = hash_seed
         self._torch_origin, self._path = torch_origin, list(path)
         self._popen: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
@@ -105,7 +104,7 @@ class Template:
         if self._is_unfit:
             return None
         try:
-            conditions = _Conditions.now(self._environment)
+            conditions = _Conditions.now(self._hash_seed)
         except OSError:
             return None  # a sandbox that does not say: what holds now is known to nobody
         if self._popen is not None and conditions != self._conditions:
@@ -131,7 +130,7 @@ class Template:
             page = mmap.mmap(page_fd, mmap.PAGESIZE)
             numbers = {"fd": theirs.fileno(), "page_fd": page_fd, "pid": os.getpid()}
             program = _PROGRAM.format(**numbers, torch_origin=self._torch_origin, path=self._path)
-            self._popen = spawn(program, (theirs.fileno(), page_fd), conditions.variables)
+            self._popen = spawn(program, (theirs.fileno(), page_fd), conditions.environment)
         except BaseException:
             ours.close()
             raise

@@ -23,7 +23,7 @@ import numpy as np
 from ringloader._core import messages as msg
 from ringloader._core import protocol
 from ringloader._core.digests import attribute_digests
-from ringloader._runtime import environment, forking, status
+from ringloader._runtime import forking, status
 from ringloader._runtime.filler import Filler
 from ringloader._runtime.forking import fill_streams
 from ringloader._runtime.lacks import translate
@@ -45,7 +45,6 @@ def main(fd: int, setup_fd: int = -1, fds: tuple[int, ...] = ()) -> None:
     `setup_fd`: a file with the first message, which came with `fds`, for one that has begun again.
     """
     fill_streams()
-    environment.withdraw()
     _tie_to_parent()
     # Closed by us, not by the end of the interpreter, which would warn of it under -W error or -X dev.
     with socket.socket(fileno=fd) as sock:
@@ -115,7 +114,7 @@ class _Worker:
             program = f"import sys; sys.path.append({root!r}); from ringloader._runtime.worker import main; main({arguments})"
             if self._page is not None:
                 self._page.stage(status.STARTING)  # from here on it heeds no signals
-            os.execve(sys.executable, [*sys.orig_argv[:-1], program], environment.for_the_same())
+            os.execv(sys.executable, [*sys.orig_argv[:-1], program])
         except OSError:
             if self._page is not None:
                 self._page.stage(status.IMPORTING)
