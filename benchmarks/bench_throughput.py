@@ -9,9 +9,10 @@ DataLoader is shown at its best: persistent workers started by fork, with the fa
 prefetch that a short first pass measures on each workload; the table names it. Where no workers at all (`inline`) are its
 fastest, it has a row for each, and so has ringloader: inline nothing is loaded while the training step runs, which a consumer
 that does nothing can't show. `memcpy` is as many processes copying as many bytes per batch from memory into shared memory, row
-by row or as a block, whichever is faster; `getitem` is as many processes that only call `dataset[i]`. "of limit" compares with
-the lower of the two. `in place` is the same samples out of our array datasets, which write whole batches into the ring. SPDL
-is measured too where it is installed.
+by row or as a block, whichever is faster, and `memcpy past caches` is the same where batches are large and the C library is told
+to copy rows as large as theirs past the caches; `getitem` is as many processes that only call `dataset[i]`. "of limit" compares
+with the lower of getitem and the better memcpy. `in place` is the same samples out of our array datasets, which write whole
+batches into the ring. SPDL is measured too where it is installed.
 
 `start`: from making a loader with 4 workers on a small dataset, of numpy and of torch, to its first batch, and the memory of
 workers (PSS without shared segments, the process that ours are split off included); imports are not part of it, their time is
@@ -25,8 +26,10 @@ in the JSON.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -35,11 +38,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.measure import row_nbytes
 from benchmarks.workloads import SMALL, SMALL_TORCH, WORKLOADS
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SECTIONS = ("throughput", "start", "epoch")
-_LIMITS = ("memcpy", "getitem")
+_PAST_CACHES = "memcpy past caches"
+_COPIES = ("memcpy", _PAST_CACHES)
+_LIMITS = (*_COPIES, "getitem")
+# What is larger is in no cache when it is read.
+_LARGE_BATCH_NBYTES = 16 << 20
 _RATIOS = ("ratio_to_dataloader_workers", "ratio_to_dataloader", "ratio_to_limit")
 # A measurement takes seconds; one that takes this long hangs, and the others should still be made.
 _TIMEOUT_S = 180
@@ -127,7 +135,7 @@ def epoch(args: argparse.Namespace, failures: list[str]) -> list[dict[str, Any]]
 
 def _contenders(args: argparse.Namespace, workload: str, failures: list[str]) -> list[Contender]:
     # Rows of several lengths have no copy of a block to compare with.
-    limits = ("memcpy", "getitem") if WORKLOADS[workload].is_copied else ("getitem",)
+    limits = _LIMITS if WORKLOADS[workload].is_copied else ("getitem",)
     peers = ("SPDL threads",) if importlib.util.find_spec("spdl") is not None else ()
     dataloaders = _best_dataloaders(args, workload, failures)
     has_inline = len(dataloaders) > 1
@@ -136,8 +144,17 @@ def _contenders(args: argparse.Namespace, workload: str, failures: list[str]) ->
         *([Contender("ringloader in place", workload, args.workers)] if WORKLOADS[workload].has_in_place else []),
         *([Contender("ringloader", workload, 0)] if has_inline else []),
         *dataloaders,
-        *(Contender(name, workload, args.workers) for name in (*peers, *limits)),
+        *(Contender(name, workload, args.workers) for name in (*peers, *limits) if name != _PAST_CACHES or _tunables(workload)),
     ]
+
+
+@functools.cache
+def _tunables(workload: str) -> dict[str, str]:
+    """What tells the C library to copy the rows of this workload past the caches, if that is worth it."""
+    nbytes = row_nbytes(WORKLOADS[workload])
+    if os.uname().machine != "x86_64" or nbytes * WORKLOADS[workload].batch_size < _LARGE_BATCH_NBYTES:
+        return {}
+    return {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={nbytes // 2:#x}"}
 
 
 def _best_dataloaders(args: argparse.Namespace, workload: str, failures: list[str]) -> list[Contender]:
@@ -208,7 +225,10 @@ def _measure(contender: Contender, asked: dict[str, Any]) -> dict[str, float]:
     }
     # Warnings are off: DataLoader has one about more workers than cores, which is what is asked for here.
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measure", json.dumps(job)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    tunables = _tunables(contender.workload) if contender.name == _PAST_CACHES else {}
+    done = subprocess.run(
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True, env={**os.environ, **tunables}
+    )
     values: dict[str, float] = json.loads(done.stdout)
     return values
 
@@ -238,10 +258,11 @@ def _add_ratios(rows: Sequence[dict[str, Any]]) -> None:
             continue
         peers = [other for other in measured if other["workload"] == row["workload"]]
         dataloaders = [other for other in peers if other["contender"] == "DataLoader"]
+        copies = _medians(other for other in peers if other["contender"] in _COPIES)
         rivals = (
             _medians(other for other in dataloaders if not other["is_inline"]),
             _medians(dataloaders),
-            _medians(other for other in peers if other["contender"] in _LIMITS),
+            [*([max(copies)] if copies else []), *_medians(other for other in peers if other["contender"] == "getitem")],
         )
         for name, medians, choose in zip(_RATIOS, rivals, (max, max, min), strict=True):
             row[name] = row["rate"]["median"] / choose(medians) if medians else None

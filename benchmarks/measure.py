@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,16 +232,21 @@ def _memcpy_limit(job: Job, workload: Workload) -> float:
     return max(_copy_rate(job, workload, by_row) for by_row in (True, False))
 
 
+def row_nbytes(workload: Workload) -> int:
+    """Bytes of one sample's arrays."""
+    dataset = replace(workload, num_batches=1).make("numpy")
+    return sum(np.asarray(leaf).nbytes for leaf in _leaves(dataset[0]))
+
+
 def _copy_rate(job: Job, workload: Workload, by_row: bool) -> float:
     dataset = workload.make("numpy")
-    row_nbytes = sum(np.asarray(leaf).nbytes for leaf in _leaves(dataset[0]))
-    num_blocks = max(1, dataset.nbytes // (row_nbytes * workload.batch_size))
-    batch_size = workload.batch_size
+    nbytes, batch_size = row_nbytes(workload), workload.batch_size
+    num_blocks = max(1, dataset.nbytes // (nbytes * batch_size))
 
     def body(start: Callable[[], object]) -> float:
-        rows = np.ones((num_blocks * batch_size, row_nbytes), np.uint8)
-        mapping = mmap.mmap(-1, _NUM_SLOTS * batch_size * row_nbytes, flags=mmap.MAP_SHARED)
-        slots: np.ndarray[Any, Any] = np.frombuffer(mapping, np.uint8).reshape(_NUM_SLOTS, batch_size, row_nbytes)
+        rows = np.ones((num_blocks * batch_size, nbytes), np.uint8)
+        mapping = mmap.mmap(-1, _NUM_SLOTS * batch_size * nbytes, flags=mmap.MAP_SHARED)
+        slots: np.ndarray[Any, Any] = np.frombuffer(mapping, np.uint8).reshape(_NUM_SLOTS, batch_size, nbytes)
         slots[:] = 1  # populated: no page faults while the clock runs
 
         def copy_rows(number: int) -> None:
@@ -357,7 +362,7 @@ _LOADERS: dict[str, Callable[[Job, Workload], contextlib.AbstractContextManager[
     "SPDL threads": _spdl,
 }
 _CONSUMERS = {"none": _ignore, "sum": _touch}
-_LIMITS = {"memcpy": _memcpy_limit, "getitem": _getitem_limit}
+_LIMITS = {"memcpy": _memcpy_limit, "memcpy past caches": _memcpy_limit, "getitem": _getitem_limit}
 _KINDS = {"rate": measure_rate, "start": measure_start, "epoch": measure_epoch}
 
 
