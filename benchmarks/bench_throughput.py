@@ -9,10 +9,10 @@ DataLoader is shown at its best: persistent workers started by fork, with the fa
 prefetch that a short first pass measures on each workload; the table names it. Where no workers at all (`inline`) are its
 fastest, it has a row for each, and so has ringloader: inline nothing is loaded while the training step runs, which a consumer
 that does nothing can't show. `memcpy` is as many processes copying as many bytes per batch from memory into shared memory, row
-by row or as a block, whichever is faster, and `memcpy past caches` is the same where batches are large and the C library is told
-to copy rows as large as theirs past the caches; `getitem` is as many processes that only call `dataset[i]`. "of limit" compares
-with the lower of getitem and the better memcpy. `in place` is the same samples out of our array datasets, which write whole
-batches into the ring. SPDL is measured too where it is installed.
+by row or as a block, whichever is faster, and `memcpy past caches` is the same where batches are large and the C library is
+told to copy rows as large as theirs past the caches; `getitem` is as many processes that only call `dataset[i]`. "of limit"
+compares with the lower of getitem and the better memcpy. `in place` is the same samples out of our array datasets, which write
+whole batches into the ring. SPDL is measured too where it is installed.
 
 `start`: from making a loader with 4 workers on a small dataset, of numpy and of torch, to its first batch, and the memory of
 workers (PSS without shared segments, the process that ours are split off included); imports are not part of it, their time is

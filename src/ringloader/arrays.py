@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ringloader._collate.past_caches import row_copier
 from ringloader._core import dtypes
 from ringloader._core.array_spec import ArraySpec
 from ringloader._core.blake2 import blake2b
@@ -222,13 +223,17 @@ class _Column:
         array = self.array
         first = int(places[0])
         if self._is_joined and int(places[-1]) - first == len(places) - 1 and (np.diff(places) == 1).all():
-            out[...] = array[first : first + len(places)]
+            self._write_each(out[None], [slice(first, first + len(places))])
         elif self._is_joined and self._row_nbytes < _LARGE_ROW_NBYTES:
             # Of an array that is not contiguous take() would copy all of it first. The places are checked: clip costs no check.
             array.take(places, 0, out, "clip")
         else:
-            for row, place in enumerate(places.tolist()):
-                out[row] = array[place]
+            self._write_each(out, places.tolist())
+
+    def _write_each(self, out: Array, places: Sequence[int | slice]) -> None:
+        copy = row_copier(out, out.nbytes) or out.__setitem__
+        for row, place in enumerate(places):
+            copy(row, self.array[place])
 
 
 def _fingerprint(columns: Sequence[_Column]) -> str:

@@ -180,3 +180,22 @@ class SaysItDraws(Jitters):
 
     def write_batch(self, indices: Any, out: Any) -> None:
         super().write_batch(indices, out)
+
+
+class LargeRows:
+    """Rows of 65,544 bytes and their numbers; `kind` "tensors" gives tensors."""
+
+    def __init__(self, size: int, kind: str = "samples") -> None:
+        self.rows = np.random.default_rng(0).integers(0, 1 << 30, (size, 16_386)).astype(np.int32)
+        self.labels = np.arange(size)
+        self._kind = kind
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._kind == "tensors":
+            import torch
+
+            return torch.from_numpy(self.rows[index]), index
+        return self.rows[index], index

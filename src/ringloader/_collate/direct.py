@@ -14,6 +14,7 @@ import numpy as np
 from ringloader._collate.columns import refuse_shape
 from ringloader._collate.containers import Rule, rule_of
 from ringloader._collate.leaves import Written
+from ringloader._collate.past_caches import row_copier
 from ringloader._collate.structure import Keys
 from ringloader._core import dtypes
 from ringloader._core.layout import LeafType, leaf_type
@@ -25,15 +26,16 @@ AsArray = Callable[[Any, str], np.ndarray | None]
 class DirectRows:
     """One leaf's rows in the slot: `out` is an array over them with the batch as its first dimension."""
 
-    __slots__ = ("_as_array", "_leaf", "_out", "_shape", "offset", "row_nbytes")
+    __slots__ = ("_as_array", "_copy", "_leaf", "_out", "_shape", "offset", "row_nbytes")
 
-    def __init__(self, out: np.ndarray, leaf: LeafType, offset: int, as_array: AsArray | None) -> None:
+    def __init__(self, out: np.ndarray, leaf: LeafType, offset: int, as_array: AsArray | None, batch_nbytes: int) -> None:
         self.offset = offset
         self.row_nbytes = out.nbytes // max(1, out.shape[0])
         self._out = out
         self._leaf = leaf
         self._shape = out.shape[1:]
         self._as_array = as_array
+        self._copy = row_copier(out, batch_nbytes)
 
     def write_row(self, row: int, value: Any, path: str, keys: Keys) -> bool:
         """Copy a row; return False, having done nothing, if it is not of this leaf's type and dtype.
@@ -47,7 +49,10 @@ class DirectRows:
         if array.shape != self._shape:
             raise refuse_shape(path, keys, row, self._shape, array.shape)
         # With the ellipsis a row of no dimensions is a view, too.
-        self._out[row, ...] = array
+        if self._copy is not None:
+            self._copy(row, array)
+        else:
+            self._out[row, ...] = array
         return True
 
     def placed(self, num_rows: int) -> Written:
@@ -70,10 +75,10 @@ def direct_rows(first: Any, leaf: LeafType, shape: tuple[int, ...], slot: np.nda
     """Return the rows of a leaf of `shape` at `offset`; `first` is its first row."""
     out = np.ndarray(shape, dtypes.storage_of(leaf.dtype), slot, offset)
     if isinstance(first, np.ndarray):
-        return DirectRows(out, leaf, offset, None)
+        return DirectRows(out, leaf, offset, None, len(slot))
     from ringloader._collate import tensors
 
-    return DirectRows(out, leaf, offset, tensors.try_as_array)
+    return DirectRows(out, leaf, offset, tensors.try_as_array, len(slot))
 
 
 def row_nbytes(value: Any) -> int:
