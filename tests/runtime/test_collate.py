@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
 import subprocess
 import sys
 import types
@@ -504,6 +505,17 @@ def test_one_of_many_leaves_that_differs_is_named(slot_nbytes: int) -> None:
         make(samples, slot_nbytes=slot_nbytes)
 
 
+def test_small_last_batch_leaves_the_others_as_they_were() -> None:
+    """Leaves that are joined at once in full batches are so again after one whose leaves have gaps between them."""
+    rng = np.random.default_rng(0)
+    collator = Collator()
+    for num_samples in (16, 5, 16):
+        samples = [_features(rng, 8) for _ in range(num_samples)]
+        assert_same(collated(samples, collator=collator), torch_collate(samples))
+        assert collator.structure is not None
+        assert collator.structure.runs == ((0, 8),)
+
+
 def test_many_leaves_of_one_shape_in_the_first_batch_alone() -> None:
     """What was alike in one batch need not be in the next: other dtypes, shapes, types, strides, lists in place of arrays."""
     rng = np.random.default_rng(0)
@@ -517,14 +529,14 @@ def test_many_leaves_of_one_shape_in_the_first_batch_alone() -> None:
         lambda row: row.reshape(2, 2),
         lambda row: float(row[0]),
     ]
-    for change in changes:
+    for change, leaf in itertools.product(changes, ("f0", "f5", "f7")):
         for rows in (range(16), [0], [5]):
             collator = Collator()
             first = [_features(rng, 8) for _ in range(16)]
             assert_same(collated(first, collator=collator), torch_collate(first))
             later = [_features(rng, 8) for _ in range(16)]
             for row in rows:
-                _change(later, row, "f5", change)
+                _change(later, row, leaf, change)
             ours, theirs = (
                 outcome(collate, later) for collate in (functools.partial(collated, collator=collator), torch_collate)
             )

@@ -89,8 +89,10 @@ def gather_run(columns: Sequence[Sequence[np.ndarray]]) -> list[Source] | None:
         return None
     dtype = dtypes.name_of(first.dtype)
     shape = (len(columns[0]), *first.shape)
-    if dtype is None or not first.nbytes or first.nbytes * len(columns[0]) % ALIGNMENT:
-        return None  # or there are gaps between them
+    if dtype is None:
+        return None
+    if not first.nbytes or first.nbytes * shape[0] % ALIGNMENT:
+        return [ArrayRows(column, dtype, cast=False) for column in columns]  # there are gaps between them
     leaf = leaf_type("tensor", dtype, len(shape))
     return [ArrayRun(columns, leaf, shape), *(Written(leaf, shape) for _ in columns[1:])]
 
