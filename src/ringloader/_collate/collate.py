@@ -314,7 +314,7 @@ class GatheredBatch(Batch):
         positions = [position for position, outcome in enumerate(outcomes) if not isinstance(outcome, Inline)]
         for position, source, offset, shape in zip(positions, sources, placement.offsets, shapes, strict=True):
             if _is_large(flat[position]):
-                self._direct[position] = direct_rows(flat[position], source.leaf, shape, slot, offset)
+                self._direct[position] = direct_rows(flat[position], source.leaf, shape, slot[: placement.nbytes], offset)
         return True
 
     def _add_flat(self, sample: Any) -> None:

@@ -72,7 +72,7 @@ class DirectRows:
 
 
 def direct_rows(first: Any, leaf: LeafType, shape: tuple[int, ...], slot: np.ndarray, offset: int) -> DirectRows:
-    """Return the rows of a leaf of `shape` at `offset`; `first` is its first row."""
+    """Return the rows of a leaf of `shape` at `offset` of `slot`, the bytes of the batch; `first` is its first row."""
     out = np.ndarray(shape, dtypes.storage_of(leaf.dtype), slot, offset)
     if isinstance(first, np.ndarray):
         return DirectRows(out, leaf, offset, None, len(slot))
