@@ -516,6 +516,42 @@ def test_small_last_batch_leaves_the_others_as_they_were() -> None:
         assert collator.structure.runs == ((0, 8),)
 
 
+@pytest.mark.parametrize("slot_nbytes", [0, 64, SLOT_NBYTES])
+@pytest.mark.parametrize("leaf", ["f0", "f3", "f7"])
+def test_leaves_that_differ_from_one_another_in_a_later_batch(slot_nbytes: int, leaf: str) -> None:
+    """Each leaf of one shape and dtype by itself is a good batch, whatever the slot it is to fit; the next ones too."""
+    rng = np.random.default_rng(0)
+    collator = Collator()
+    kinds: list[Callable[[Any], Any]] = [
+        lambda row: np.repeat(row, 300),
+        lambda row: row.reshape(2, 2),
+        lambda row: row.astype(np.float64),
+        lambda row: row[:0],
+        lambda row: row[0],
+    ]
+    for kind in kinds:
+        for changed in (False, True, True, False):
+            samples = [_features(rng, 8) for _ in range(16)]
+            if changed:
+                samples = [{**sample, leaf: kind(sample[leaf])} for sample in samples]
+            assert_same(collated(samples, collator=collator, slot_nbytes=slot_nbytes), torch_collate(samples))
+
+
+def test_batch_with_an_odd_row_leaves_the_others_as_they_were() -> None:
+    """One that is promoted, or refused, does not end the joining of leaves for the batches after it."""
+    rng = np.random.default_rng(0)
+    collator = Collator()
+    for how in (lambda row: row.astype(np.float64), lambda row: row[:3], lambda row: list(row)):
+        samples = [_features(rng, 8) for _ in range(16)]
+        _change(samples, 5, "f3", how)
+        outcome(functools.partial(collated, collator=collator), samples)
+        for _ in range(2):
+            samples = [_features(rng, 8) for _ in range(16)]
+            assert_same(collated(samples, collator=collator), torch_collate(samples))
+        assert collator.structure is not None
+        assert collator.structure.runs == ((0, 8),)
+
+
 def test_many_leaves_of_one_shape_in_the_first_batch_alone() -> None:
     """What was alike in one batch need not be in the next: other dtypes, shapes, types, strides, lists in place of arrays."""
     rng = np.random.default_rng(0)

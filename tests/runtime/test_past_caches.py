@@ -81,6 +81,36 @@ def test_rows_of_any_kind(dtype: str, shape: tuple[int, ...], tmp_path: Path) ->
         assert np.array_equal(out[place], row)
 
 
+@pytest.mark.parametrize(
+    ("held", "shape", "dtype"),
+    [
+        (np.arange(200_000, dtype=np.int32).reshape(2, -1), (100_000,), np.float32),
+        (np.arange(200_000, dtype=np.float64).reshape(2, -1), (100_000,), np.float32),
+        (np.arange(200_000).astype(np.uint8).reshape(2, -1), (100_000,), np.float32),
+        (np.arange(200_000, dtype=np.float32).reshape(2, 1, -1), (3, 100_000), np.float32),
+    ],
+    ids=["same size", "larger", "smaller", "spread"],
+)
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["block", "gathered"])
+def test_rows_for_another_dtype_or_shape_are_cast_as_ever(
+    held: np.ndarray, shape: tuple[int, ...], dtype: Any, order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subclass of ArrayDataset may ask for other leaves than it holds: numpy casts, and nothing beyond a row is read."""
+    monkeypatch.setattr(past_caches, "LARGE_BATCH_NBYTES", 1)
+    out = np.full((2, *shape), -1, dtype)
+    ArrayDataset(held).write_batch(np.array(order), [out])
+    assert np.array_equal(out, np.broadcast_to(held[order], out.shape).astype(dtype))
+
+
+def test_row_that_does_not_fit_its_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes in another shape are not taken for it."""
+    monkeypatch.setattr(past_caches, "LARGE_BATCH_NBYTES", 1)
+    held, out = np.zeros((2, 300, 300), np.float32), np.zeros((2, 90_000), np.float32)
+    for order in ([0, 1], [1, 0]):
+        with pytest.raises(ValueError, match="broadcast"):
+            ArrayDataset(held).write_batch(np.array(order), [out])
+
+
 @only_x86
 @pytest.mark.parametrize("distance", [1, 64, 5_000, 99_999, 100_000])
 def test_row_that_lies_over_its_place_is_moved(distance: int) -> None:

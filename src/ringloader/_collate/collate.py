@@ -171,7 +171,6 @@ class GatheredBatch(Batch):
             raise
         except (ValueError, TypeError, RuntimeError, NotImplementedError):
             # Rows that do not agree: look at each of them, to promote or to say where.
-            structure.runs = ()
             self._recover()
             columns = columns if self._flat is None else self._flat_columns()
             return self._finish(structure, columns, num_rows, strict=True)
@@ -200,7 +199,7 @@ class GatheredBatch(Batch):
             for first, end in structure.runs:
                 run = gather_run(columns[first:end])
                 if run is None:
-                    structure.runs = ()  # not to be looked for in vain with each batch
+                    structure.runs = None  # found anew with the next batch
                     return self._gather_each(structure, columns, num_rows, strict, 0)
                 outcomes += self._gather_each(structure, columns[:first], num_rows, strict, len(outcomes))
                 outcomes += run

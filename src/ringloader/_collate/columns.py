@@ -82,14 +82,14 @@ def gather(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker, strict: 
 
 
 def gather_run(columns: Sequence[Sequence[np.ndarray]]) -> list[Source] | None:
-    """Return what becomes of leaves that were a run before; None where they cannot be one this time. `Source.write` may raise
-    later, as for any leaf."""
+    """Return what becomes of leaves that were a run in an earlier batch; None where first rows say that they are none in this
+    one. `Source.write` may raise later, as for any leaf."""
     first = columns[0][0]
     if any(set(map(type, column)) != {np.ndarray} for column in columns):
         return None
     dtype = dtypes.name_of(first.dtype)
     shape = (len(columns[0]), *first.shape)
-    if dtype is None:
+    if dtype is None or any(column[0].shape != first.shape or column[0].dtype != first.dtype for column in columns):
         return None
     if not first.nbytes or first.nbytes * shape[0] % ALIGNMENT:
         return [ArrayRows(column, dtype, cast=False) for column in columns]  # there are gaps between them

@@ -95,10 +95,9 @@ class ArrayRun:
     """Leaves of one dtype and shape, which lie one behind the other: the rows of all of them are joined at once. Stands for the
     first; the others are `Written` with it."""
 
-    __slots__ = ("_columns", "_rows", "leaf", "shape")
+    __slots__ = ("_rows", "leaf", "shape")
 
     def __init__(self, columns: Sequence[Sequence[np.ndarray]], leaf: LeafType, shape: tuple[int, ...]) -> None:
-        self._columns = columns
         self._rows = list(itertools.chain.from_iterable(columns))
         self.leaf = leaf
         self.shape = shape
@@ -107,8 +106,7 @@ class ArrayRun:
         _join(self._rows, "no", (len(self._rows), *self.shape[1:]), dtypes.storage_of(self.leaf.dtype), slot, offset)
 
     def check(self) -> None:
-        for column in self._columns:
-            ArrayRows(column, self.leaf.dtype, cast=False).check()
+        ArrayRows(self._rows, self.leaf.dtype, cast=False).check()
 
 
 class Written:

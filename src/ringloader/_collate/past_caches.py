@@ -41,7 +41,8 @@ def row_copier(out: Array, batch_nbytes: int) -> Callable[[int, Array], None] | 
     """Return what copies a row to its place in `out`, which has the batch as its first dimension, past the caches; None where
     that is not better.
 
-    Takes the place and an array of the row's shape and dtype, which need not lie in one piece.
+    Takes the place and an array, which need not lie in one piece. One of another dtype or shape is cast and spread as numpy
+    does, or refused.
     """
     if batch_nbytes < LARGE_BATCH_NBYTES or out.nbytes < LARGE_ROW_NBYTES * len(out) or not out.flags.c_contiguous:
         return None
@@ -62,12 +63,15 @@ class _Rows:
         self._address = out.ctypes.data
 
     def copy(self, place: int, row: Array) -> None:
-        nbytes = self._nbytes
+        out, nbytes = self._out, self._nbytes
+        if row.dtype != out.dtype or row.shape != out.shape[1:] or not row.flags.c_contiguous:
+            out[place] = row
+            return
         target, source = self._address + place * nbytes, row.ctypes.data
         start = -target % _LINE_NBYTES
         size = (nbytes - start) // _BLOCK_NBYTES * _BLOCK_NBYTES
-        if size <= 0 or not row.flags.c_contiguous or abs(target - source) < nbytes:
-            self._out[place] = row  # in pieces, or one over the other
+        if size <= 0 or abs(target - source) < nbytes:
+            out[place] = row  # one lies over the other
             return
         end = start + size
         if start or end < nbytes:

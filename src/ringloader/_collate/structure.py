@@ -69,7 +69,7 @@ class Structure:
         self.leaves: list[Leaf] = []
         self.layouts: dict[tuple[int, ...] | None, Layout] = {}
         self.reusable = True
-        self.runs: tuple[tuple[int, int], ...] | None = None  # see `columns.find_runs`; None until a batch was seen
+        self.runs: tuple[tuple[int, int], ...] | None = None  # see `columns.find_runs`; None: not known
         self.root = self._build(sample, "sample", False, keys, accepts)
 
     def _build(
