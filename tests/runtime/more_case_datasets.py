@@ -380,11 +380,16 @@ class LeavesChild(Numbers):
     def make(self, i: int) -> Any:
         if i == 3 and first_time(self.folder, "started"):
             if self.how == "fork":
+                heard, said = os.pipe()
                 pid = os.fork()
                 if pid == 0:
                     os.setsid()
+                    os.write(said, b"out")
                     time.sleep(PATIENCE_S)
                     os._exit(0)
+                os.read(heard, 3)  # while it is in the worker's session it would be ended with the worker
+                os.close(heard)
+                os.close(said)
             else:
                 pid = subprocess.Popen(["sleep", str(PATIENCE_S)]).pid
             part = Path(self.folder, "child.part")
