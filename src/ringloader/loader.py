@@ -113,7 +113,7 @@ class Loader:
         self._progress: Progress | None = None  # of the epoch begun last
         self._early: Progress | None = None  # the next one, begun before anybody has asked for it
         self._resumed: State | None = None  # where the next one goes on
-        self._orders = Orders(dataset, self._options, self._rank, self._world_size, backend.length, self._ask_facts)
+        self._orders = Orders(dataset, self._options, (self._rank, self._world_size), backend.length, self._ask_facts)
         self._orders.say_sharding(is_seed_drawn=seed is None)
 
     # --- what torch's loader has too ------------------------------------------------------------------------------------

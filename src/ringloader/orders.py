@@ -27,17 +27,17 @@ logger = logging.getLogger("ringloader")
 class Orders:
     """The orders of one loader, on its rank.
 
-    length: samples of the dataset where this process knows them, else -1. ask: has a worker tell the facts, and starts some for
-    that; a method, whose object this does not keep alive.
+    ranks: this one and how many there are. length: samples of the dataset where this process knows them, else -1. ask: has a
+    worker tell the facts, and starts some for that; a method, whose object this does not keep alive.
     """
 
     def __init__(
-        self, dataset: Any, options: Options, rank: int, world_size: int, length: int, ask: Callable[[], dict[str, Any]]
+        self, dataset: Any, options: Options, ranks: tuple[int, int], length: int, ask: Callable[[], dict[str, Any]]
     ) -> None:
         self.facts: dict[str, Any] | None = None  # of the dataset, as far as they are known
         self._dataset = dataset
         self._options = options
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size = ranks
         self._length = length
         self._ask = weakref.WeakMethod(ask)
         self._streams_known: bool | None = None  # whether the dataset is an iterable one

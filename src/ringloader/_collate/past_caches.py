@@ -7,7 +7,7 @@ that normalises a copy of an image made a quarter of its samples per second. So 
 kinds of instructions, made where this processor can run it and the system lets a process have code of its own.
 
 Owns that program and the choice of what it is used for: batches that are larger than what the caches hold. Measured with two
-workers on an Intel Xeon, 64 rows of 588 KiB come at 21 GB/s for 13, and at 11.5 for 8.5 where the training process reads them;
+workers on an Intel Xeon, 64 rows of 588 KiB come at 20 GB/s for 13, and at 11 for 9 where the training process reads them;
 batches below 10 MiB lose, for the training process would find them in the cache. Off: RINGLOADER_PAST_CACHES=0. Must import
 light, and no torch. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2 (MOVNTDQ, SFENCE).
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-# From 12 MiB on a batch gains where the training process reads it once, from 20 MiB on where it does twice.
+# From 12 MiB on a batch gains where the training process reads it once; where it does twice, it loses nothing from here on.
 LARGE_BATCH_NBYTES = 16 << 20
 # A call costs two microseconds more than numpy's; smaller rows gain less than that.
 LARGE_ROW_NBYTES = 64 << 10
