@@ -28,7 +28,7 @@ from ringloader._runtime import forking, sources
 from ringloader._runtime.template import Template
 from tests.runtime.conftest import UNIT_S, wait_until
 from tests.runtime.process_datasets import Facts
-from tests.runtime.running import Program, is_alive, run
+from tests.runtime.running import ROOT, Program, is_alive, run
 
 _PATIENT = FaultPolicy(restarts=20, backoff_s=0.0)
 
@@ -347,8 +347,13 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("closed", [["1"], ["2"], ["0", "1", "2"]])
 @pytest.mark.parametrize("is_split", [True, False])
 def test_streams_that_are_closed_are_closed_to_workers(closed: list[str], is_split: bool, tmp_path: Path) -> None:
-    """Nothing else takes their numbers: neither a socket nor a page that would get what is printed."""
-    program = Program(environment=(("RINGLOADER_TEMPLATE", "1" if is_split else "0"),))
+    """Nothing else takes their numbers: no socket, no page, and no file that a library opens as the interpreter starts; it
+    would get what is printed."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "sitecustomize.py").write_text("kept = open(__file__)\n")
+    path = os.pathsep.join(map(str, (library, ROOT, ROOT / "src")))
+    program = Program(environment=(("RINGLOADER_TEMPLATE", "1" if is_split else "0"), ("PYTHONPATH", path)))
     done = run(tmp_path, _CLOSED, str(tmp_path / "out"), *closed, program=program)
     assert done.returncode == 0
     assert (tmp_path / "out").read_text().split() == ["True", *["/dev/null"] * len(closed)]

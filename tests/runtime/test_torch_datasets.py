@@ -225,6 +225,30 @@ def test_other_datasets_are_read_as_they_are(kind: str) -> None:
     assert without_torch(dataset, Loader(dataset, num_workers=1, **options)._options) is dataset
 
 
+class Together(Dataset[Any]):
+    """Rows that can be fetched one by one, by a list of keys in one sample, and many in one call; a list is none of those."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return torch.arange(30)[key]
+
+    def __getitems__(self, keys: list[int]) -> list[torch.Tensor]:
+        return [torch.tensor(100 + int(key)) for key in keys]
+
+
+@pytest.mark.parametrize("backend", [{}, {"num_workers": 2, "worker_backend": "thread"}, {"num_workers": 2}], ids=str)
+@pytest.mark.parametrize("sampler", [[[0, 1, 2], [5, 7], 4], [slice(3), slice(4, 9, 2)], None], ids=["lists", "slices", "none"])
+def test_sample_that_is_its_own_batch_is_fetched_by_its_key(sampler: Any, backend: dict[str, Any]) -> None:
+    """With `batch_size=None`, as in torch, `__getitems__` is not called: the key of one sample may be a list."""
+    with Loader(Together(), batch_size=None, sampler=sampler, **backend) as loader:
+        found = list(loader)
+    assert same(found, list(DataLoader(Together(), batch_size=None, sampler=sampler)))
+    with Loader(Together(), batch_size=7, **backend) as loader:
+        assert torch.cat(list(loader)).tolist() == list(range(100, 130))  # the rule is for single samples alone
+
+
 def test_samples_that_are_not_there() -> None:
     """An index beyond the rows is the sample's fault, in all three places it can be read from; the epoch goes on."""
     numbers = torch.arange(99)

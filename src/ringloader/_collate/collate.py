@@ -82,6 +82,11 @@ class Collator:
         self._layouts: dict[Layout, Layout] = {}
 
     @property
+    def takes_one(self) -> bool:
+        """A batch is one sample, whatever its key is (`batch_size=None`)."""
+        return self._convert
+
+    @property
     def is_plain(self) -> bool:
         """Samples are collated by the default rules."""
         return self._collate_fn is None and not self._convert and self.padding is None

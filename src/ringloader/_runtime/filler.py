@@ -110,7 +110,9 @@ class Filler:
         self._layout_ids: OrderedDict[Layout, int] = OrderedDict()
         self._next_layout_id = 0
         # torch looks for the method and for its truth, so that a wrapper can switch it off with None.
-        self._getitems = None if self._seed_samples else getattr(dataset, "__getitems__", None)
+        # As in torch, a sample that is its own batch is fetched by its key, which may be a list.
+        is_asked = not (self._seed_samples or collator.takes_one)
+        self._getitems = getattr(dataset, "__getitems__", None) if is_asked else None
         self._writer = Writer(dataset, collator) if collator.is_plain and not self._seed_samples and offers(dataset) else None
         self._writer_draws = not draws_nothing(dataset)
         # What reading samples takes where batches are written, if anything: it is no batch's time.

@@ -89,7 +89,6 @@ def serve(fd: int, page_fd: int, parent_pid: int, torch_origin: str, path: list[
     With a `torch_origin` they have torch imported, if it is the one of that file on the search path `path`.
     Returns in each of them, with the descriptor of the worker's own socket, and with None when it is over.
     """
-    fill_streams()
     with socket.socket(fileno=fd) as sock:
         try:
             return _serve(sock, page_fd, parent_pid, functools.partial(_import_torch, torch_origin, path))
@@ -176,13 +175,3 @@ def _give_streams(streams: tuple[tuple[int, int], ...]) -> None:
     for stream in _STREAMS:
         os.dup2(given.get(stream, nothing), stream)
     os.close(nothing)
-
-
-def fill_streams() -> None:
-    """Where a standard stream is closed, open its number for nothing: a socket there would get what is printed."""
-    while True:
-        fd = os.open(os.devnull, os.O_RDWR)
-        if fd > max(_STREAMS):
-            os.close(fd)
-            return
-        os.set_inheritable(fd, True)

@@ -182,13 +182,26 @@ def _spawn_worker(hash_seed: int, fd: int) -> subprocess.Popen[bytes]:
 
 def spawn(program: str, fds: tuple[int, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start an interpreter in a session of its own that runs a text of code and inherits descriptors. Raises OSError."""
+    # A stream that is closed here is open for nothing there, from the first moment on: whatever the interpreter or a library
+    # opens first would have its number, and get what is printed.
+    stdout, stderr = (None if is_inherited(stream) else subprocess.DEVNULL for stream in (1, 2))
     return subprocess.Popen(
         [*interpreter(), "-c", _BOOTSTRAP + program],
         stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
         pass_fds=fds,
         start_new_session=True,
         env=environment,
     )
+
+
+def is_inherited(fd: int) -> bool:
+    """The descriptor is open, and a new process would have it too."""
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False
 
 
 def interpreter() -> list[str]:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringloader._runtime import forking
-from ringloader._runtime.process import environment, interpreter, socket_pair, spawn
+from ringloader._runtime.process import environment, interpreter, is_inherited, socket_pair, spawn
 
 _PROGRAM = (
     "from ringloader._runtime.forking import serve; from ringloader._runtime.worker import main; "
@@ -74,7 +74,7 @@ class _Conditions:
             interpreter(),
             environment(hash_seed),
             tuple(resource.getrlimit(number) for number in range(_NUM_LIMITS)),
-            tuple(number for number in (1, 2) if _is_inherited(number)),
+            tuple(number for number in (1, 2) if is_inherited(number)),
             frozenset(os.sched_getaffinity(0)),
             (os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)),
             tuple(line for line in _read(f"{own}/status").splitlines() if line.partition(":")[0] in _INHERITED),
@@ -233,13 +233,6 @@ def _end_late(popen: subprocess.Popen[bytes], page: mmap.mmap | None) -> None:
             os.waitpid(pid, 0)
         except OSError:
             pass  # it was known, and is reaped
-
-
-def _is_inherited(fd: int) -> bool:
-    try:
-        return os.get_inheritable(fd)
-    except OSError:
-        return False
 
 
 def _read(path: str) -> str:

@@ -25,7 +25,6 @@ from ringloader._core import protocol
 from ringloader._core.digests import attribute_digests
 from ringloader._runtime import forking, status
 from ringloader._runtime.filler import Filler
-from ringloader._runtime.forking import fill_streams
 from ringloader._runtime.lacks import translate
 from ringloader._runtime.pages import Mapping, map_file
 from ringloader._runtime.pipe import BlockingPipe, Closed
@@ -44,7 +43,6 @@ def main(fd: int, setup_fd: int = -1, fds: tuple[int, ...] = ()) -> None:
 
     `setup_fd`: a file with the first message, which came with `fds`, for one that has begun again.
     """
-    fill_streams()
     _tie_to_parent()
     # Closed by us, not by the end of the interpreter, which would warn of it under -W error or -X dev.
     with socket.socket(fileno=fd) as sock:
