@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,19 @@ def test_core_module_touches_no_system(path: Path) -> None:
         root = name.split(".")[0]
         assert root in _PURE_ALLOWED or root in sys.stdlib_module_names, f"{path} imports {name}"
         assert root not in _IMPURE, f"{path} imports {name}"
+
+
+def test_locks_are_taken_by_with_only_where_no_signal_is_handled() -> None:
+    """On threads of our own. On the user's thread an interrupt would leave them held, from Python 3.14 on: see `locking`."""
+    own_threads = {Path("_runtime/watch.py"), Path("_runtime/thread_worker.py")}
+    found = set()
+    for path in _MODULES:
+        for node in ast.walk(ast.parse((_SOURCE / path).read_text())):
+            for item in node.items if isinstance(node, ast.With) else []:
+                held = ast.unparse(item.context_expr)
+                if not isinstance(item.context_expr, ast.Call) and re.search("lock|bell|lending|sweeping", held, re.IGNORECASE):
+                    found.add(path)
+    assert found == own_threads
 
 
 def test_torch_is_imported_where_it_may_be() -> None:

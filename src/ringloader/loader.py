@@ -25,6 +25,7 @@ from ringloader._core.policy import FaultPolicy
 from ringloader._core.state import State
 from ringloader._runtime import backends, calls, cuda, lifetime, options, sources, wrapping
 from ringloader._runtime.engine import Engine
+from ringloader._runtime.locking import holding
 from ringloader._runtime.ring import Ring
 from ringloader._runtime.sources import close_all
 from ringloader._specs import main_module
@@ -99,7 +100,7 @@ class Loader:
         self._engine_lock = threading.RLock()
         self._calls: list[Call] = []  # of methods, for workers to come
         self._call_ids = itertools.count()
-        self._num_opening = 0  # threads between `iter` and their session
+        self._opening: set[object] = set()  # one for each thread between `iter` and its session
         self._is_closed = False
         self._past = LoaderStats()  # of engines that are gone (persistent_workers=False)
         self._wait_s = self._copy_s = 0.0
@@ -121,11 +122,11 @@ class Loader:
     def __iter__(self) -> LoaderIterator:
         """Start an epoch; several may run at once."""
         self._check_open()
-        with self._engine_lock:
-            self._num_opening += 1
+        opening = object()
         try:
+            self._opening.add(opening)
             engine = self._running()
-            adopted = self._adopt_early(engine)
+            adopted = holding(self._engine_lock, self._adopt_early, engine)
             if adopted is not None:
                 return adopted
             resumed = self._resumed
@@ -144,8 +145,7 @@ class Loader:
             lifetime.stay_if_exiting()
             raise
         finally:
-            with self._engine_lock:
-                self._num_opening -= 1
+            self._opening.discard(opening)
         self._progress = progress
         return self._iterate(engine, progress)
 
@@ -316,20 +316,22 @@ class Loader:
 
     def _running(self) -> Engine:
         """The engine, started."""
-        with self._engine_lock:
-            if self._engine is None:
-                ring = Ring(self._options.max_ring_bytes, cuda.CUDA, self._pin, self._cuda_device)
-                is_pinned = self._pin != "off"
-                wrap = wrapping.choose(self._options.output, self._cuda_device, pinned=is_pinned, cuda=cuda.CUDA)
-                engine = Engine(self._options.policy, self._make_backend, ring, wrap)
-                engine.belong_to(self)
-                made = engine.scheduler.supervision.calls
-                made.recorded, made.ids = self._calls, self._call_ids
-                engine.scheduler.supervision.blame.deadly = self._deadly
-                self._engine = engine
-            engine = self._engine
+        engine = holding(self._engine_lock, self._made)
         engine.start()
         return engine
+
+    def _made(self) -> Engine:
+        if self._engine is None:
+            ring = Ring(self._options.max_ring_bytes, cuda.CUDA, self._pin, self._cuda_device)
+            is_pinned = self._pin != "off"
+            wrap = wrapping.choose(self._options.output, self._cuda_device, pinned=is_pinned, cuda=cuda.CUDA)
+            engine = Engine(self._options.policy, self._make_backend, ring, wrap)
+            engine.belong_to(self)
+            made = engine.scheduler.supervision.calls
+            made.recorded, made.ids = self._calls, self._call_ids
+            engine.scheduler.supervision.blame.deadly = self._deadly
+            self._engine = engine
+        return self._engine
 
     def _note_copy(self, copy: cuda.Copy) -> None:
         """Count the time of a copy once it is over."""
@@ -354,12 +356,14 @@ class Loader:
     def _ended(self, engine: Engine) -> None:
         """An epoch is over: workers that are not to be kept go."""
         self._count_copies()
-        with self._engine_lock:
-            is_last = self._engine is engine and not engine.scheduler.sessions and not self._num_opening
-            if not self._options.persistent_workers and is_last:
-                engine.close()
-                self._past = self.stats()
-                self._engine = None
+        if not self._options.persistent_workers:
+            holding(self._engine_lock, self._end_last, engine)
+
+    def _end_last(self, engine: Engine) -> None:
+        if self._engine is engine and not engine.scheduler.sessions and not self._opening:
+            engine.close()
+            self._past = self.stats()
+            self._engine = None
 
     # --- the next epoch, ahead of its time -------------------------------------------------------------------------------
 
@@ -383,19 +387,18 @@ class Loader:
         return early
 
     def _adopt_early(self, engine: Engine) -> LoaderIterator | None:
-        """The epoch that was begun early, if it is the one to come now."""
-        with self._engine_lock:
-            early = self._early
-            if early is None or early.session is None:
-                return None
-            is_there = early.session.session_id in engine.scheduler.sessions and early.session.is_early
-            if not is_there or early.place.epoch != self._epoch or self._resumed is not None:
-                self._drop_early()
-                return None
-            iterator = self._iterate(engine, early)
-            early.session.is_early = False
-            self._early = None
-            self._progress, self._epoch = early, early.place.epoch + 1
+        """The epoch that was begun early, if it is the one to come now. Held: the engine's lock."""
+        early = self._early
+        if early is None or early.session is None:
+            return None
+        is_there = early.session.session_id in engine.scheduler.sessions and early.session.is_early
+        if not is_there or early.place.epoch != self._epoch or self._resumed is not None:
+            self._drop_early()
+            return None
+        iterator = self._iterate(engine, early)
+        early.session.is_early = False
+        self._early = None
+        self._progress, self._epoch = early, early.place.epoch + 1
         return iterator
 
     def _drop_early(self) -> None:
@@ -408,10 +411,7 @@ class Loader:
     def _begin(self, engine: Engine) -> Progress:
         """The next epoch, or the rest of one that was saved. Raises ConfigError for a state that does not fit."""
         self._orders.facts = engine.dataset_facts()
-        with self._engine_lock:
-            resumed, self._resumed = self._resumed, None
-            place = Place(self._epoch) if resumed is None else Place.of(resumed)
-            self._epoch = place.epoch + 1
+        resumed, place = holding(self._engine_lock, self._take_place)
         try:
             if resumed is not None:
                 resumed.check(**self._orders.identity(resumed.epoch))
@@ -425,6 +425,13 @@ class Loader:
         except BaseException:
             self._epoch, self._resumed = place.epoch, resumed  # as if it had not been called
             raise
+
+    def _take_place(self) -> tuple[State | None, Place]:
+        """Where an epoch that is begun now begins, and the state that says so. Held: the engine's lock."""
+        resumed, self._resumed = self._resumed, None
+        place = Place(self._epoch) if resumed is None else Place.of(resumed)
+        self._epoch = place.epoch + 1
+        return resumed, place
 
     def _ask_facts(self) -> dict[str, Any]:
         """Have a worker tell what the dataset is."""

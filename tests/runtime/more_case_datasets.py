@@ -191,6 +191,24 @@ class Breaks(Numbers):
         return i
 
 
+class BreaksAndLeaves(Breaks):
+    """In a Python whose debugger leaves by `sys.exit`, as from 3.14 on."""
+
+    def make(self, i: int) -> Any:
+        import pdb
+
+        exec("import sys\ndef leave(self, arg):\n    sys.exit(1)", vars(pdb))
+        pdb.Pdb.do_EOF = pdb.leave  # type: ignore[attr-defined, method-assign]
+        return super().make(i)
+
+
+class BreaksAndLeavesTogether(BreaksAndLeaves):
+    """The same, of samples that are fetched in one call."""
+
+    def __getitems__(self, keys: list[int]) -> list[Any]:
+        return [self.make(i) for i in keys]
+
+
 class Opaque:
     """No collate rule, no meaning."""
 

@@ -242,9 +242,10 @@ def _closed() -> list[str]:
 
 def _another_process() -> list[str]:
     source = (
-        "import os\nfrom ringloader import FactorySpec, Loader, LoaderError\n"
+        "import os, warnings\nfrom ringloader import FactorySpec, Loader, LoaderError\n"
         "from tests.runtime.sample_datasets import Numbers\n"
         "loader = Loader(FactorySpec(Numbers, 20), num_workers=1, output='numpy')\nlist(loader)\n"
+        "warnings.simplefilter('ignore')\n"  # from 3.12 on Python warns of a fork beside threads
         "if os.fork() == 0:\n    try:\n        list(loader)\n    except LoaderError as error:\n"
         "        print(f'{type(error).__name__}: {error}', flush=True)\n    os._exit(0)\nos.wait()\nloader.close()\n"
     )

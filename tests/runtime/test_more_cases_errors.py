@@ -170,9 +170,10 @@ def test_b94_workers_change_neither_batches_nor_words(habit: str) -> None:
     assert len(inline) > 1 or habit == "empty"
 
 
-def test_b94_breakpoint_in_a_worker_is_an_error_with_advice(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", [cases.Breaks, cases.BreaksAndLeaves, cases.BreaksAndLeavesTogether])
+def test_b94_breakpoint_in_a_worker_is_an_error_with_advice(kind: type[Any], capfd: pytest.CaptureFixture[str]) -> None:
     """No debugger waits for a terminal that is not there: the error names BdbQuit and what to do, and the epoch goes on."""
-    with Loader(FactorySpec(cases.Breaks, 6), batch_size=2, num_workers=1) as loader:
+    with Loader(FactorySpec(kind, 6), batch_size=2, num_workers=1) as loader:
         iterator = iter(loader)
         began_s = time.monotonic()
         with pytest.raises(SampleError, match=r"BdbQuit.*num_workers=0"):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
+from ringloader._runtime.locking import holding
+
 logger = logging.getLogger("ringloader")
 
 # What the runtime calls them (driver_types.h): the ones that tell of page-locking, and of nothing else.
@@ -274,13 +276,16 @@ class TorchCopier:
 
         # First all memory, then the mark: another thread may give back, on the same stream, what this one is given in between.
         value = build(place)
-        with self._lock:
-            self._mend(me)
-            self.prune()
-            copy = _TorchCopy(self, self._spare.pop() if self._spare else self._events(), user_stream, me)
-            self._running.append(copy)
+        copy = holding(self._lock, self._begin, user_stream, me)
         copy.run(pairs)
         return value, copy
+
+    def _begin(self, user_stream: Stream, me: int) -> _TorchCopy:
+        self._mend(me)
+        self._prune()
+        copy = _TorchCopy(self, self._spare.pop() if self._spare else self._events(), user_stream, me)
+        self._running.append(copy)
+        return copy
 
     def _leave_own_stream(self, me: int) -> Stream:
         """Return the user's stream. An interrupt inside torch may have left this thread on ours: put the user's back."""
@@ -303,8 +308,10 @@ class TorchCopier:
             copy.wait()
 
     def prune(self) -> None:
-        with self._lock:
-            self._running = [copy for copy in self._running if not copy.is_over()]
+        holding(self._lock, self._prune)
+
+    def _prune(self) -> None:
+        self._running = [copy for copy in self._running if not copy.is_over()]
 
     def _events(self) -> tuple[Event, Event, Event]:
         # Blocking: a thread that waits for the device leaves its core to the workers.
@@ -320,8 +327,7 @@ class TorchCopier:
         return self.stream if hasattr(self.stream, "__enter__") else self._torch.cuda.stream(self.stream)
 
     def recycle(self, events: tuple[Event, Event, Event]) -> None:
-        with self._lock:
-            self._spare.append(events)
+        holding(self._lock, self._spare.append, events)
 
 
 class _TorchCopy:

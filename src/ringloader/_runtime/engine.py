@@ -24,12 +24,13 @@ from ringloader._core.session import Session
 from ringloader._core.streams import Streams
 from ringloader._runtime import calls, lifetime, reports
 from ringloader._runtime.delivery import Delivery
+from ringloader._runtime.locking import holding
 from ringloader._runtime.pool import STOP_S
 from ringloader._runtime.pump import Follower, Pump, Ready
 from ringloader._runtime.ring import Ring
 from ringloader._runtime.watch import Watch
 from ringloader._runtime.wrapping import Wrap
-from ringloader.errors import ClosedError, ConfigError, FactoryError
+from ringloader.errors import ClosedError, ConfigError, FactoryError, LoaderError
 
 logger = logging.getLogger("ringloader")
 
@@ -64,10 +65,13 @@ class Engine:
     def start(self) -> None:
         """Start the workers, if they are not started."""
         self.check_usable()
-        with self.pump.lock:
-            if self.pump.thread is None and not self.backend.is_inline:
-                Watch(self.pump, self._is_over, lambda: self._shut(self._stop_s)).start()
+        if not self.backend.is_inline:
+            holding(self.pump.lock, self._be_watched)
         self.pump.step([], lambda: self.scheduler.start(time.monotonic()))
+
+    def _be_watched(self) -> None:
+        if self.pump.thread is None:
+            Watch(self.pump, self._is_over, lambda: self._shut(self._stop_s)).start()
 
     def belong_to(self, owner: Any) -> None:
         """Close once `owner` is gone."""
@@ -291,12 +295,15 @@ class Engine:
             return
         if self.ring.fences.is_waiting and (waited_s < _FULL_WAIT_S or not self.ring.fences.is_postponed()):
             return  # copies end by themselves, but while a graph is captured nobody can see them do
-        with self.pump.lock:
-            is_starved = self.scheduler.is_starved(session)
-            error = reports.full_error(self.scheduler, session, self.ring.holders(), self.ring.limit) if is_starved else None
+        error = holding(self.pump.lock, self._full_error, session)
         if error is not None:
             session.has_collected = False
             raise error
+
+    def _full_error(self, session: Session) -> LoaderError | None:
+        if not self.scheduler.is_starved(session):
+            return None
+        return reports.full_error(self.scheduler, session, self.ring.holders(), self.ring.limit)
 
     def _say_waiting(self, session: Session | None, waited_s: float) -> None:
         if session is None:
@@ -305,8 +312,8 @@ class Engine:
             words = ", ".join(view.stage for view in stages if view is not None)
             logger.warning("still waiting after %.0f s for the workers: %s", waited_s, words or "no process yet")
             return
-        with self.pump.lock:
-            line = reports.waiting_line(self.scheduler, session, self.backend.observe, waited_s)
+        observe = self.backend.observe
+        line = holding(self.pump.lock, reports.waiting_line, self.scheduler, session, observe, waited_s)
         logger.warning("%s", line)
 
     # --- ends -----------------------------------------------------------------------------------------------------------
@@ -321,15 +328,17 @@ class Engine:
         if pump.is_mine():
             self._post_close()  # a signal handler inside `next`: the watching thread ends it, or inline the next call
             return
-        with pump.lock:
-            pump.is_closed = True
-            pump.changed.ring()
-            pump.thread_wanted.ring()
+        holding(pump.lock, self._mark_closed)
         pump.kick()
         if pump.thread is None:
             self._shut(stop_s)
         elif pump.thread is not threading.current_thread():
             pump.thread.join(stop_s + _JOIN_S)
+
+    def _mark_closed(self) -> None:
+        self.pump.is_closed = True
+        self.pump.changed.ring()
+        self.pump.thread_wanted.ring()
 
     def post_close(self) -> None:
         """Have the engine closed by its own thread; safe in a finalizer, which may run on that very thread."""
@@ -355,22 +364,33 @@ class Engine:
         return self.pump.is_closed or self._close_posted or is_ownerless
 
     def _shut(self, stop_s: float) -> None:
+        lock = self.pump.lock
+        if holding(lock, self._begin_end):
+            self.backend.stop(stop_s)
+            holding(lock, self._let_go)
+
+    def _begin_end(self) -> bool:
+        """Nothing is begun any more; False where it has ended already. Held: the lock."""
         pump = self.pump
-        with pump.lock:
-            if pump.wake_fd < 0:
-                return
-            pump.is_closed = True
-            self.scheduler.stop()
-            pump.jobs.clear()
-        self.backend.stop(stop_s)
-        with pump.lock:
-            self.ring.close()
-            if self.ring.retired:
-                lifetime.LINGERING.append(self.ring)
-            self.backend.close()
-            wake_fd, pump.wake_fd = pump.wake_fd, -1
-            os.close(wake_fd)
-            pump.changed.ring()
+        if pump.wake_fd < 0:
+            return False
+        pump.is_closed = True
+        self.scheduler.stop()
+        pump.jobs.clear()
+        return True
+
+    def _let_go(self) -> None:
+        """Give back memory and descriptors. Held: the lock."""
+        pump = self.pump
+        if pump.wake_fd < 0:
+            return
+        self.ring.close()
+        if self.ring.retired:
+            lifetime.LINGERING.append(self.ring)
+        self.backend.close()
+        wake_fd, pump.wake_fd = pump.wake_fd, -1
+        os.close(wake_fd)
+        pump.changed.ring()
 
     def check_usable(self) -> None:
         """Raise ClosedError when nothing can be asked of this engine."""

@@ -16,7 +16,7 @@ from typing import Any
 from ringloader._core import messages as msg
 from ringloader._core.events import WorkerBroken, WorkerExited
 from ringloader._core.views import WorkerView
-from ringloader._runtime.as_worker import LENDING, AsWorker
+from ringloader._runtime.as_worker import as_worker
 from ringloader._runtime.building import check_built, describe
 from ringloader._runtime.filler import Filler
 from ringloader._runtime.pool import Fact
@@ -99,13 +99,12 @@ class InlinePool:
     def start_worker(self, worker_id: int, incarnation: int) -> Callable[[bool], WorkerExited | None]:
         """Build the dataset, on the caller's thread."""
         self._incarnation = incarnation
-        with LENDING, self._as_worker():
-            self._seeder.for_build()
-            answer = self._built()
+        answer = as_worker(self._info, self._seeder, self._built)
         self._facts.append((0, incarnation, answer))
         return lambda is_wanted: None
 
     def _built(self) -> msg.Ready | msg.StartFailed:
+        self._seeder.for_build()
         try:
             dataset = self._build.dataset()
             collator = self._build.collator()
@@ -131,10 +130,13 @@ class InlinePool:
         slot = None
         if segment is not None and fill.capacity:
             slot = segment.mapping.array(fill.capacity, fill.offset)
-        with LENDING, self._as_worker():
+
+        def carry_out() -> msg.FromWorker:
             while self._dropped:
                 filler.drop_session(self._dropped.popleft())
-            answer = filler.fill(fill, slot)
+            return filler.fill(fill, slot)
+
+        answer = as_worker(self._info, self._seeder, carry_out)
         filler.done(made=isinstance(answer, msg.Filled))
         return (answer,) if filler.preface is None else (filler.preface, answer)
 
@@ -143,17 +145,14 @@ class InlinePool:
         answer = self._build.done.get(call.call_id)
         if answer is None:
             try:
-                with LENDING, self._as_worker():
-                    answer = self._build.done[call.call_id] = self._filler.call(call)
+                answer = as_worker(self._info, self._seeder, self._filler.call, call)
+                self._build.done[call.call_id] = answer
             except BaseException:
                 self._calls.popleft()  # broken off: not to be begun again by the next `next`
                 raise
         self._facts.append((0, self._incarnation, answer))
         if self._calls and self._calls[0] is call:
             self._calls.popleft()
-
-    def _as_worker(self) -> AsWorker:
-        return AsWorker(self._info, self._seeder)
 
     def send_fill(self, worker_id: int, incarnation: int, fill: msg.Fill, segment: Segment | None) -> WorkerBroken | None:
         self._queue.append(_Entry(fill, segment))

@@ -15,6 +15,7 @@ import weakref
 from typing import Any, Protocol
 
 from ringloader._runtime import memory
+from ringloader._runtime.locking import holding
 
 # How long workers may take to leave by themselves at interpreter exit.
 _EXIT_STOP_S = 0.3
@@ -72,10 +73,13 @@ def sweep() -> None:
     """Undo the registrations of closed rings that nobody uses any more. Only on a thread that may call CUDA."""
     if not LINGERING or _sweeping._is_owned():  # type: ignore[attr-defined]  # a signal handler in the midst of it
         return
-    with _sweeping:
-        for ring in list(LINGERING):
-            if not ring.linger():
-                LINGERING.remove(ring)
+    holding(_sweeping, _sweep)
+
+
+def _sweep() -> None:
+    for ring in list(LINGERING):
+        if not ring.linger():
+            LINGERING.remove(ring)
 
 
 def _close_all() -> None:

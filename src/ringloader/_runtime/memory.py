@@ -10,6 +10,7 @@ import os
 import threading
 
 from ringloader._core.units import in_words
+from ringloader._runtime.locking import holding
 
 # Left free below every limit: what the allocator, page tables and the user's own program take meanwhile.
 _MARGIN_NBYTES = 256 << 20
@@ -138,7 +139,7 @@ class RingAccount:
     """Bytes of all rings of this process against the bound of each loader."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._nbytes = 0
 
     def take(self, slot_nbytes: int, num_slots: int, *, least: int, limit: int, own_nbytes: int, forced: bool) -> int:
@@ -147,7 +148,8 @@ class RingAccount:
         A ring that would otherwise have fewer than `least` slots may take those as long as it alone stays within the bound:
         another loader of this process must not be able to starve it.
         """
-        with self._lock:
+
+        def decide() -> int:
             num_fitting = min(num_slots, max(0, limit - self._nbytes) // slot_nbytes)
             if num_fitting < least and (forced or own_nbytes + least * slot_nbytes <= limit):
                 num_fitting = least
@@ -156,13 +158,17 @@ class RingAccount:
             self._nbytes += num_fitting * slot_nbytes
             return num_fitting
 
+        return holding(self._lock, decide)
+
     def give_back(self, nbytes: int) -> None:
-        with self._lock:
+        def subtract() -> None:
             self._nbytes -= nbytes
+
+        holding(self._lock, subtract)
 
     def reset(self) -> None:
         """In a forked child: the rings are the parent's, and the lock may be held by a thread that is not here."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._nbytes = 0
 
     @property
@@ -180,13 +186,14 @@ class PinnedAccount:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.nbytes = 0
 
     def take(self, nbytes: int) -> str | None:
         """Take room, or return in words why there is none."""
         limit = (available_nbytes() + ACCOUNT.nbytes) // _PINNED_SHARE // num_local_ranks()
-        with self._lock:
+
+        def decide() -> str | None:
             if self.nbytes + nbytes > limit:
                 return (
                     f"{in_words(nbytes)} more would be page-locked, {in_words(self.nbytes)} are already, and at most "
@@ -195,13 +202,17 @@ class PinnedAccount:
             self.nbytes += nbytes
             return None
 
+        return holding(self._lock, decide)
+
     def give_back(self, nbytes: int) -> None:
-        with self._lock:
+        def subtract() -> None:
             self.nbytes -= nbytes
+
+        holding(self._lock, subtract)
 
     def reset(self) -> None:
         """In a forked child, where nothing is page-locked."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.nbytes = 0
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from ringloader._core.units import in_words
 from ringloader._runtime import memory
 from ringloader._runtime.cuda import Cuda, CudaError
+from ringloader._runtime.locking import holding
 from ringloader._runtime.segment import Segment
 from ringloader.errors import ConfigError
 
@@ -69,19 +70,21 @@ class Pins:
         """
         if not self.is_on or all(map(self.is_settled, list(segments))) or self.is_mine():
             return
-        with self.lock:
-            for segment_id, segment in list(segments.items()):
-                if self.is_settled(segment_id) or self._cuda.is_capturing():
-                    continue
-                self._marked.add(segment_id)
-                if segment_id not in segments:  # dropped meanwhile
-                    self._marked.discard(segment_id)
-                    continue
-                reason = self._register(segment_id, segment)
-                if reason is not None:
-                    self._refused.add(segment_id)
-                    self._marked.discard(segment_id)
-                    self._complain(reason, count)
+        holding(self.lock, self._settle, segments, count)
+
+    def _settle(self, segments: dict[int, Segment], count: Callable[[Iterable[int]], int]) -> None:
+        for segment_id, segment in list(segments.items()):
+            if self.is_settled(segment_id) or self._cuda.is_capturing():
+                continue
+            self._marked.add(segment_id)
+            if segment_id not in segments:  # dropped meanwhile
+                self._marked.discard(segment_id)
+                continue
+            reason = self._register(segment_id, segment)
+            if reason is not None:
+                self._refused.add(segment_id)
+                self._marked.discard(segment_id)
+                self._complain(reason, count)
 
     def _register(self, segment_id: int, segment: Segment) -> str | None:
         """Register one segment; return why not, if not."""

@@ -36,6 +36,7 @@ from ringloader._core.scheduler import Scheduler
 from ringloader._core.slots import SlotState
 from ringloader._core.workers import Worker
 from ringloader._runtime.delivery import Delivery
+from ringloader._runtime.locking import holding
 from ringloader._runtime.ring import Ring
 from ringloader.errors import InternalError, LoaderError
 
@@ -87,20 +88,8 @@ class Pump:
     def wait(self, timeout_s: float | None) -> Ready:
         """Wait for facts as the leader, or for whoever leads; returns what `step` is to collect."""
         me = threading.get_ident()
-        waiter = None
         try:
-            with self.lock:
-                now_s = time.monotonic()
-                # A leader that is this very thread was interrupted before it could step down, and one that is long past its
-                # time may be one that left that way.
-                if self.leader in (0, me) or now_s > self.leader_until_s:
-                    timeout_s = self._bounded(timeout_s)
-                    inline = self.backend.is_inline or timeout_s is None
-                    self.leader_until_s = math.inf if inline or self._growth else now_s + (timeout_s or 0.0) + _OVERDUE_S
-                    self.leader = me
-                else:
-                    self.kick()
-                    waiter = self.changed.waiter()
+            timeout_s, waiter = holding(self.lock, self._take_lead, me, timeout_s)
             if waiter is not None:
                 if timeout_s != 0.0:
                     waiter.acquire(timeout=-1 if timeout_s is None else timeout_s)
@@ -108,10 +97,26 @@ class Pump:
             return self._lead(timeout_s)
         finally:
             if self.leader == me:
-                with self.lock:
-                    self.leader = 0
-                    self.last_pump_s = time.monotonic()
-                    self.changed.ring()
+                holding(self.lock, self._step_down)
+
+    def _take_lead(self, me: int, timeout_s: float | None) -> tuple[float | None, threading.Lock | None]:
+        """Return how long to wait, and on what, if somebody else leads. Held: the lock."""
+        now_s = time.monotonic()
+        # A leader that is this very thread was interrupted before it could step down, and one that is long past its time may
+        # be one that left that way.
+        if self.leader not in (0, me) and now_s <= self.leader_until_s:
+            self.kick()
+            return timeout_s, self.changed.waiter()
+        timeout_s = self._bounded(timeout_s)
+        inline = self.backend.is_inline or timeout_s is None
+        self.leader_until_s = math.inf if inline or self._growth else now_s + (timeout_s or 0.0) + _OVERDUE_S
+        self.leader = me
+        return timeout_s, None
+
+    def _step_down(self) -> None:
+        self.leader = 0
+        self.last_pump_s = time.monotonic()
+        self.changed.ring()
 
     def _lead(self, timeout_s: float | None) -> Ready:
         if self.backend.is_inline:
@@ -159,13 +164,19 @@ class Pump:
                 "the loader was used from inside itself: by a signal handler or a finalizer that ran in its `next`"
             )
         while True:
-            with self.lock:
+            try:
+                self.lock.acquire()  # as by `holding`, without the call
                 if not self.is_dirty or self._repairs():
                     got = self._change(ready, ask)
                     break
                 waiter = self.changed.waiter()
                 self.kick()
                 self.thread_wanted.ring()
+            finally:
+                try:
+                    self.lock.release()
+                except RuntimeError:
+                    pass
             waiter.acquire(timeout=_REPAIR_LOOK_S)
             self._raise_if_dead()
         if self._notes:
@@ -354,18 +365,17 @@ class Pump:
                 self.backend.kill_worker(command.worker_id, command.incarnation, dump=command.dump)
             elif isinstance(command, ev.AbandonWorker):
                 self.backend.abandon_worker(command.worker_id, command.incarnation)
-            self._job_done(command)
+            holding(self.lock, self._job_done, command)
 
     def _job_done(self, command: ev.Command) -> None:
-        with self.lock:
-            if self.jobs and self.jobs[0] is command:
-                self.jobs.popleft()
+        """Forget a job. Held: the lock."""
+        if self.jobs and self.jobs[0] is command:
+            self.jobs.popleft()
 
     def _start_workers(self) -> None:
         """Start all that are to be started now, and take them in only then: none is busy before the others are known."""
-        with self.lock:
-            waiting = itertools.takewhile(lambda job: isinstance(job, ev.StartWorker), self.jobs)
-            commands = [job for job in waiting if isinstance(job, ev.StartWorker)]
+        waiting = itertools.takewhile(lambda job: isinstance(job, ev.StartWorker), holding(self.lock, list, self.jobs))
+        commands = [job for job in waiting if isinstance(job, ev.StartWorker)]
         started = []
         for command in commands:
             if self.is_closed:
@@ -376,7 +386,7 @@ class Pump:
         for command, worker, take_in in started:
             self._welcome(command, worker, take_in)
         for command in commands:
-            self._job_done(command)
+            holding(self.lock, self._job_done, command)
 
     def _welcome(self, command: ev.StartWorker, worker: Worker, take_in: Callable[[bool], Any]) -> None:
         def decide() -> None:

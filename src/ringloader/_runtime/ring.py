@@ -28,6 +28,7 @@ from ringloader._runtime import memory
 from ringloader._runtime.cuda import Cuda, Stream
 from ringloader._runtime.fences import Fences, Key
 from ringloader._runtime.lacks import RoomError
+from ringloader._runtime.locking import holding
 from ringloader._runtime.pinning import Pins
 from ringloader._runtime.segment import Segment
 from ringloader.errors import InternalError
@@ -148,8 +149,7 @@ class Ring:
         """Unregister and unmap the retired segments that nobody reads any more. Only on a thread that may call CUDA."""
         if self.pins.is_mine() or self.cuda.is_capturing():
             return
-        with self.pins.lock:
-            self._sweep()
+        holding(self.pins.lock, self._sweep)
 
     def _sweep(self) -> None:
         busy = {lease.segment_id for lease in [*self.leases.values(), *self.fences.leases().values()]}

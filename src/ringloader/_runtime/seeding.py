@@ -13,7 +13,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from ringloader._core.blake2 import blake2b
@@ -137,29 +137,39 @@ class LateImports:
 _SPARE_GENERATORS: list[Any] = []
 
 
-class Undisturbed:
-    """Puts the global generators of this process back as they were; for code that runs on the user's own thread."""
+class Generators:
+    """The global generators of this process, lent to code that runs on the user's own thread and put back as they were.
 
-    def __enter__(self) -> Undisturbed:
+    An interrupt may break into either method: `put_back` undoes a `lend` that came half way, and can be called again.
+    """
+
+    def __init__(self) -> None:
+        self._random: Any = None
+        self._numpy: Any = None
+        self._torch: Any = None
+        self._lent: Any = None  # numpy's: the last to be lent, once all are saved
+
+    def lend(self) -> None:
         self._random = random.getstate()
-        self._torch = None
         import numpy as np
 
         numpy_random: Any = np.random  # numpy itself loads it at first use, in the midst of a batch
         self._numpy = numpy_random.get_bit_generator()
-        self._lent = _SPARE_GENERATORS.pop() if _SPARE_GENERATORS else numpy_random.MT19937(0)
-        numpy_random.set_bit_generator(self._lent)
         torch = sys.modules.get("torch")
         if torch is not None:
             self._torch = torch.default_generator.get_state()
-        return self
+        self._lent = _SPARE_GENERATORS.pop() if _SPARE_GENERATORS else numpy_random.MT19937(0)
+        numpy_random.set_bit_generator(self._lent)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def put_back(self) -> None:
+        if self._lent is None:
+            return
         random.setstate(self._random)
         sys.modules["numpy.random"].set_bit_generator(self._numpy)
-        _SPARE_GENERATORS.append(self._lent)
         torch = sys.modules.get("torch")
         if self._torch is not None:
             torch.default_generator.set_state(self._torch)  # type: ignore[union-attr]
         elif torch is not None:
             torch.default_generator.seed()  # as in a process that has just imported it
+        lent, self._lent = self._lent, None
+        _SPARE_GENERATORS.append(lent)

@@ -23,7 +23,7 @@ import numpy as np
 from ringloader._core import messages as msg
 from ringloader._core.events import Death, WorkerBroken, WorkerExited
 from ringloader._runtime import status
-from ringloader._runtime.as_worker import LENDING, AsWorker
+from ringloader._runtime.as_worker import as_worker
 from ringloader._runtime.building import check_built, describe
 from ringloader._runtime.filler import Filler
 from ringloader._runtime.pages import Mapping
@@ -92,9 +92,7 @@ class SharedDataset:
             if not self._built:
                 seeder = Seeder(info.seed)
                 try:
-                    with LENDING, AsWorker(info, seeder):
-                        seeder.for_build()
-                        dataset = self.build.dataset()
+                    dataset = as_worker(info, seeder, self._make, seeder)
                     check_built(dataset)
                 except BaseException as error:
                     self._failure = error
@@ -102,6 +100,10 @@ class SharedDataset:
                 self.epochs.dataset = dataset
                 self._built.append(dataset)
             return self._built[0]
+
+    def _make(self, seeder: Seeder) -> Any:
+        seeder.for_build()
+        return self.build.dataset()
 
     def forget(self) -> None:
         """Nobody is to use the dataset any more."""
@@ -244,8 +246,8 @@ class Run:
         try:
             dataset = info.dataset = shared.get(info, member.page)
             member.page.stage(status.INIT)
-            with LENDING, AsWorker(info, Seeder(info.seed)):
-                shared.build.init(member.worker_id)  # it may seed generators, as it would in a process of its own
+            # It may seed generators, as it would in a process of its own.
+            as_worker(info, Seeder(info.seed), shared.build.init, member.worker_id)
             facts = {**describe(dataset), "digests": {}}
             info.is_consulted = False  # what was asked while the one dataset was built says nothing about its streams
             parts = (dataset, shared.build.collator(), _Unseeded(info.seed), info, member.page)

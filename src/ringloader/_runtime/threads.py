@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from ringloader._core import messages as msg
 from ringloader._core.events import Death, WorkerBroken, WorkerExited
 from ringloader._core.views import WorkerView
+from ringloader._runtime.locking import holding
 from ringloader._runtime.pool import Fact
 from ringloader._runtime.segment import Segment
 from ringloader._runtime.sources import LocalBuild
@@ -47,7 +48,7 @@ class ThreadPool:
         self._abandoned: list[Member] = []
         self._said: deque[tuple[Member, Fact]] = deque()
         # So that a thread that outlives the pool does not write to a descriptor that is somebody else's by then.
-        self._bell = threading.Lock()
+        self._bell = threading.RLock()
         self._is_closed = False
 
     # --- facts ----------------------------------------------------------------------------------------------------------
@@ -82,9 +83,11 @@ class ThreadPool:
     def _say(self, member: Member, fact: Fact) -> None:
         """Called by the worker's thread."""
         self._said.append((member, fact))
-        with self._bell:
-            if not self._is_closed:
-                os.eventfd_write(self._wake_fd, 1)
+        holding(self._bell, self._ring)
+
+    def _ring(self) -> None:
+        if not self._is_closed:
+            os.eventfd_write(self._wake_fd, 1)
 
     def _remove(self, member: Member) -> None:
         if self._members.get(member.worker_id) is member:
@@ -208,8 +211,7 @@ class ThreadPool:
 
     def close(self) -> None:
         """Let go of the selector."""
-        with self._bell:
-            self._is_closed = True
+        holding(self._bell, setattr, self, "_is_closed", True)
         self._poll.close()
 
     def who(self, worker_id: int, incarnation: int) -> str:

@@ -27,6 +27,18 @@ def safe_text(error: BaseException) -> str:
     return cut(text)
 
 
+def debugger_quit(left: SystemExit) -> BaseException | None:
+    """Return the `bdb.BdbQuit` that a debugger without a terminal ends with; from Python 3.14 on pdb leaves by `sys.exit`."""
+    trace = left.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_globals.get("__name__") != "pdb":
+        return None
+    import bdb
+
+    return bdb.BdbQuit().with_traceback(left.__traceback__)
+
+
 def format_traceback(error: BaseException) -> str:
     """Return the formatted traceback, cut to a bounded length."""
     import traceback  # only when something failed: workers start lighter without it
