@@ -300,6 +300,7 @@ _RULES = (
     (r"process \d+", "process PID"),
     (r"worker \d (\(incarnation 1\) built another)", r"worker N \1"),  # whichever comes second
     (r"0x[0-9a-f]+", "0xADDRESS"),
+    (r"(?<=0xADDRESS) \[[^\]]*\](?= \(most recent call first\))", ""),  # from 3.14 on stack dumps name the thread
     (r"\d+\.\d+ s\b", "N.N s"),
     (r"length \d+ instead of \d+", "length N instead of N"),
     (r'(?m)^\s*File "[^"]*/ringloader/[^\n]*\n(    \s*[^\s][^\n]*\n)?(\s*[\^~]+\n)?', ""),
