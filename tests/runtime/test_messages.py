@@ -301,6 +301,7 @@ _RULES = (
     (r"worker \d (\(incarnation 1\) built another)", r"worker N \1"),  # whichever comes second
     (r"0x[0-9a-f]+", "0xADDRESS"),
     (r"(?<=0xADDRESS) \[[^\]]*\](?= \(most recent call first\))", ""),  # from 3.14 on stack dumps name the thread
+    (r"Current thread's C stack trace [^\n]*\n(  [^\n]*\n)+\n", ""),  # and have the frames of C as well
     (r"\d+\.\d+ s\b", "N.N s"),
     (r"length \d+ instead of \d+", "length N instead of N"),
     (r'(?m)^\s*File "[^"]*/ringloader/[^\n]*\n(    \s*[^\s][^\n]*\n)?(\s*[\^~]+\n)?', ""),
