@@ -5,14 +5,15 @@ Method. Six workloads (benchmarks/workloads.py), the same dataset class for all.
 within each round, beginning with another one each time, so that a slow minute of the machine falls on all of them. Given are
 the median and the range over the rounds, and ratios of medians.
 
-DataLoader is shown at its best: persistent workers started by fork, with the fastest of several settings for workers and
-prefetch that a short first pass measures on each workload; the table names it. Where no workers at all (`inline`) are its
-fastest, it has a row for each, and so has ringloader: inline nothing is loaded while the training step runs, which a consumer
-that does nothing can't show. `memcpy` is as many processes copying as many bytes per batch from memory into shared memory, row
-by row or as a block, whichever is faster, and `memcpy past caches` is the same where batches are large and the C library is
-told to copy rows as large as theirs past the caches; `getitem` is as many processes that only call `dataset[i]`. "of limit"
-compares with the lower of getitem and the better memcpy. `in place` is the same samples out of our array datasets, which write
-whole batches into the ring. SPDL is measured too where it is installed.
+Both are shown at their best: with the faster of two settings for prefetch, DataLoader with one worker where that is faster
+still, as a short first pass finds on each workload; the table names them. DataLoader's workers are persistent and started by
+fork. Where no workers at all (`inline`) are its fastest, it has a row for each, and so has ringloader: inline nothing is
+loaded while the training step runs, which a consumer that does nothing can't show. `memcpy` is as many processes copying as
+many bytes per batch from memory into shared memory, row by row or as a block, whichever is faster, and `memcpy past caches` is
+the same where batches are large and the C library is told to copy rows as large as theirs past the caches; `getitem` is as
+many processes that only call `dataset[i]`. "of limit" compares with the lower of getitem and the better memcpy. `in place` is
+the same samples out of our array datasets, which write whole batches into the ring. SPDL is measured too where it is
+installed.
 
 `start`: from making a loader with 4 workers on a small dataset, of numpy and of torch, to its first batch, and the memory of
 workers (PSS without shared segments, the process that ours are split off included); imports are not part of it, their time is
@@ -137,11 +138,12 @@ def _contenders(args: argparse.Namespace, workload: str, failures: list[str]) ->
     # Rows of several lengths have no copy of a block to compare with.
     limits = _LIMITS if WORKLOADS[workload].is_copied else ("getitem",)
     peers = ("SPDL threads",) if importlib.util.find_spec("spdl") is not None else ()
-    dataloaders = _best_dataloaders(args, workload, failures)
+    ours = ("ringloader", "ringloader in place") if WORKLOADS[workload].has_in_place else ("ringloader",)
+    both = [(args.workers, 2), (args.workers, 4)]
+    dataloaders = _at_their_best(args, "DataLoader", workload, [*both, (1, 2), (0, 2)], failures)
     has_inline = len(dataloaders) > 1
     return [
-        Contender("ringloader", workload, args.workers),
-        *([Contender("ringloader in place", workload, args.workers)] if WORKLOADS[workload].has_in_place else []),
+        *(best for name in ours for best in _at_their_best(args, name, workload, both, failures)),
         *([Contender("ringloader", workload, 0)] if has_inline else []),
         *dataloaders,
         *(Contender(name, workload, args.workers) for name in (*peers, *limits) if name != _PAST_CACHES or _tunables(workload)),
@@ -157,17 +159,18 @@ def _tunables(workload: str) -> dict[str, str]:
     return {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={nbytes // 2:#x}"}
 
 
-def _best_dataloaders(args: argparse.Namespace, workload: str, failures: list[str]) -> list[Contender]:
-    """Measure DataLoader's settings once each, shortly; return the fastest with workers, and inline if that is faster still."""
-    settings = dict.fromkeys([(args.workers, 2), (args.workers, 4), (1, 2), (0, 2)])
-    candidates = [Contender("DataLoader", workload, *setting) for setting in settings]
+def _at_their_best(
+    args: argparse.Namespace, name: str, workload: str, settings: Sequence[tuple[int, int]], failures: list[str]
+) -> list[Contender]:
+    """Measure settings (workers, prefetch) once each, shortly; return the fastest with workers, and inline if that is faster
+    still."""
+    candidates = [Contender(name, workload, *setting) for setting in dict.fromkeys(settings)]
     if args.quick:
         return candidates[:1]
     measured = _interleave(candidates, 1, _asked(args, args.seconds / 2), failures)
     rates = {contender: max(columns.get("rate", [0.0])) for contender, columns in measured}
-    inline = candidates[-1]
-    best = max(candidates[:-1], key=rates.__getitem__)
-    return [best, inline] if rates[inline] > rates[best] else [best]
+    best = max((one for one in candidates if one.num_workers), key=rates.__getitem__)
+    return [best, *(one for one in candidates if not one.num_workers and rates[one] > rates[best])]
 
 
 def _asked(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
@@ -292,7 +295,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", choices=("numpy", "torch"), default="numpy", help="what datasets return (numpy)")
     parser.add_argument("--consume", choices=("none", "sum"), default="none", help="sum: read every byte of each batch")
     parser.add_argument("--json", type=Path, help="write all measurements here")
-    parser.add_argument("--quick", action="store_true", help="one short round, no search for DataLoader's best setting")
+    parser.add_argument("--quick", action="store_true", help="one short round, no search for the best settings")
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.workers < 1 or args.seconds <= 0:
         parser.error("--rounds and --workers are at least 1, --seconds is above 0")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringloader import FactorySpec, Loader, LoaderError, get_worker_info
+from ringloader import ClosedError, FactorySpec, Loader, LoaderError, get_worker_info
 from ringloader._runtime.locking import holding
 from ringloader.iterators import LoaderIterator
 from tests.runtime.sample_datasets import Numbers
@@ -122,6 +122,44 @@ class Drawing:
 def _drawn() -> tuple[Any, ...]:
     """What the next draws of the user's would be."""
     return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_interrupt_as_the_watching_thread_is_started_leaves_one(is_started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it was, another takes its place; after, it is the one."""
+    start, threads = threading.Thread.start, []
+
+    def broken(thread: threading.Thread) -> None:
+        threads.append(thread)
+        if is_started:
+            start(thread)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", broken)
+    with Loader(FactorySpec(Numbers, 20), batch_size=4, num_workers=1, output="numpy") as loader:
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+        assert [indices.tolist() for _, indices in loader] == np.arange(20).reshape(5, 4).tolist()
+        assert loader._engine is not None
+        assert (loader._engine.pump.thread is threads[0]) is is_started
+        assert [thread.name for thread in threading.enumerate()].count("ringloader") == 1
+
+
+def test_loader_whose_watching_thread_was_not_started_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt, and then nothing but the end: nothing is left."""
+
+    def broken(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    loader = Loader(FactorySpec(Numbers, 20), batch_size=4, num_workers=1, output="numpy")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", broken)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    loader.close()
+    with pytest.raises(ClosedError):
+        iter(loader)
 
 
 class _Broken:

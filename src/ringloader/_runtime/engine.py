@@ -70,7 +70,7 @@ class Engine:
         self.pump.step([], lambda: self.scheduler.start(time.monotonic()))
 
     def _be_watched(self) -> None:
-        if self.pump.thread is None:
+        if not self.pump.is_watched:
             Watch(self.pump, self._is_over, lambda: self._shut(self._stop_s)).start()
 
     def belong_to(self, owner: Any) -> None:
@@ -288,7 +288,7 @@ class Engine:
             gc.collect()
             self.pump.step([], self.scheduler.retry_growth)
             return
-        num_own = 1 if self.pump.thread is None else 2
+        num_own = 2 if self.pump.is_watched else 1
         if threading.active_count() > num_own and waited_s < _FULL_WAIT_S:
             return
         if self.ring.ended:
@@ -330,9 +330,9 @@ class Engine:
             return
         holding(pump.lock, self._mark_closed)
         pump.kick()
-        if pump.thread is None:
+        if not pump.is_watched:
             self._shut(stop_s)
-        elif pump.thread is not threading.current_thread():
+        elif pump.thread is not None and pump.thread is not threading.current_thread():
             pump.thread.join(stop_s + _JOIN_S)
 
     def _mark_closed(self) -> None:
@@ -344,7 +344,7 @@ class Engine:
         """Have the engine closed by its own thread; safe in a finalizer, which may run on that very thread."""
         if os.getpid() == self.owner_pid and not self._is_foreign:
             self._post_close()
-            if self.pump.thread is None and not self.pump.is_mine():
+            if not (self.pump.is_watched or self.pump.is_mine()):
                 self._shut(0.0)
 
     def _post_close(self) -> None:
@@ -397,7 +397,7 @@ class Engine:
         if self._is_foreign or os.getpid() != self.owner_pid:
             owner = self.owner_pid
             raise ClosedError(f"the loader belongs to process {owner}; make a new one in this process", owner_pid=owner)
-        if self._close_posted and self.pump.thread is None:
+        if self._close_posted and not self.pump.is_watched:
             self._shut(0.0)
         if self.pump.is_closed or self._close_posted:
             if self.pump.failure is not None:

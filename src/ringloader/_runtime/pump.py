@@ -183,6 +183,11 @@ class Pump:
             self._log_notes()
         return got
 
+    @property
+    def is_watched(self) -> bool:
+        """There is a watching thread. One whose start was broken into by an interrupt is none."""
+        return self.thread is not None and self.thread.ident is not None
+
     def is_mine(self) -> bool:
         """This thread holds the lock already: a signal handler or a finalizer asks."""
         owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
@@ -343,7 +348,7 @@ class Pump:
 
     def _repairs(self) -> bool:
         """Repair if that is for this thread to do; True when it is done. Held: the lock."""
-        if self.thread is not None and threading.current_thread() is not self.thread and not self.is_closed:
+        if self.is_watched and threading.current_thread() is not self.thread and not self.is_closed:
             return False
         self.repair()
         return True

@@ -35,6 +35,9 @@ class Watch:
 
     def _run(self) -> None:
         pump = self._pump
+        with pump.lock:  # whoever starts it has the lock
+            if pump.thread is not threading.current_thread():
+                return  # an interrupt broke into `start` so early that another one was started for it
         try:
             while not self._is_over():
                 self._look()
