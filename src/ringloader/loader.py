@@ -24,7 +24,7 @@ from ringloader._core.messages import Call
 from ringloader._core.policy import FaultPolicy
 from ringloader._core.state import State
 from ringloader._runtime import backends, calls, cuda, lifetime, options, sources, wrapping
-from ringloader._runtime.engine import Engine
+from ringloader._runtime.engine import Claim, Engine
 from ringloader._runtime.locking import holding
 from ringloader._runtime.ring import Ring
 from ringloader._runtime.sources import close_all
@@ -130,13 +130,14 @@ class Loader:
             if adopted is not None:
                 return adopted
             resumed = self._resumed
-            progress = self._begin(engine)
+            progress, claim = self._begin(engine), Claim()
             try:
                 progress.session = engine.open_session(
                     progress.place.epoch,
                     in_order=self._options.in_order,
                     streams=progress.streams,
                     pull=None if progress.streams is None else progress.source.pull,
+                    owner=claim,
                 )
             except BaseException:
                 self._epoch, self._resumed = progress.place.epoch, resumed  # as if it had not been called
@@ -147,7 +148,7 @@ class Loader:
         finally:
             self._opening.discard(opening)
         self._progress = progress
-        return self._iterate(engine, progress)
+        return self._iterate(engine, progress)  # which owns the session from now on
 
     def _iterate(self, engine: Engine, progress: Progress) -> LoaderIterator:
         return (LoaderIterator if self._cuda_device is None else DeviceIterator)(self, engine, progress)
@@ -361,9 +362,13 @@ class Loader:
 
     def _end_last(self, engine: Engine) -> None:
         if self._engine is engine and not engine.scheduler.sessions and not self._opening:
-            engine.close()
-            self._past = self.stats()
-            self._engine = None
+            # No more its own before it is closed: an interrupt in that must not leave the loader with one that is.
+            self._past, self._engine = self.stats(), None
+            try:
+                engine.close()
+            except BaseException:
+                engine.post_close()
+                raise
 
     # --- the next epoch, ahead of its time -------------------------------------------------------------------------------
 
@@ -382,7 +387,7 @@ class Loader:
         place = Place(self._epoch)
         plan = self._orders.own_plan(place.epoch)
         early = Progress(place, opts, plan, rank=self._rank, world_size=self._world_size)
-        early.session = engine.open_session(place.epoch, in_order=opts.in_order, is_early=True)
+        early.session = engine.open_session(place.epoch, in_order=opts.in_order, is_early=True, owner=early)
         self._early = early
         return early
 

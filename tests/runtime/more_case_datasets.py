@@ -191,15 +191,41 @@ class Breaks(Numbers):
         return i
 
 
+def have_debuggers_leave() -> None:
+    """By `sys.exit`, as from Python 3.14 on."""
+    import pdb
+
+    exec("import sys\ndef leave(self, arg):\n    sys.exit(1)", vars(pdb))
+    pdb.Pdb.do_EOF = pdb.leave  # type: ignore[attr-defined, method-assign]
+
+
 class BreaksAndLeaves(Breaks):
-    """In a Python whose debugger leaves by `sys.exit`, as from 3.14 on."""
+    """The same, where debuggers leave."""
 
     def make(self, i: int) -> Any:
-        import pdb
-
-        exec("import sys\ndef leave(self, arg):\n    sys.exit(1)", vars(pdb))
-        pdb.Pdb.do_EOF = pdb.leave  # type: ignore[attr-defined, method-assign]
+        have_debuggers_leave()
         return super().make(i)
+
+
+class BreaksInBuild(Numbers):
+    """There is a breakpoint where it is made."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        break_and_leave(0)
+
+
+class BreaksInCall(Numbers):
+    """There is a breakpoint in a method."""
+
+    def inspect(self) -> None:
+        break_and_leave(0)
+
+
+def break_and_leave(worker_id: int) -> None:
+    """What a `worker_init_fn` may do."""
+    have_debuggers_leave()
+    breakpoint()
 
 
 class BreaksAndLeavesTogether(BreaksAndLeaves):

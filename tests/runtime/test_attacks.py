@@ -228,3 +228,20 @@ def test_forked_child_counts_no_ring_of_its_parent() -> None:
     assert account.take(100, 2, least=2, limit=1000, own_nbytes=0, forced=False) == 2
     account.reset()
     assert account.nbytes == 0
+
+
+def test_segment_made_while_the_ring_is_closed_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader reserves memory outside the lock; a signal handler, or another thread, may close the loader meanwhile."""
+    ring = Ring(1 << 30, cuda.CUDA)
+    create = segment.Segment.create
+
+    def slow(nbytes: int) -> segment.Segment:
+        ring.close()
+        return create(nbytes)
+
+    monkeypatch.setattr(segment.Segment, "create", slow)
+    before = memory.ACCOUNT.nbytes
+    ring.add_segment(AddSegment(4096, 2, 2, False))
+    assert not ring.segments
+    assert not ring.retired
+    assert memory.ACCOUNT.nbytes == before

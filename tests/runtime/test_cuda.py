@@ -445,7 +445,7 @@ def test_segment_that_came_without_the_consumer_is_registered_before_hand_over(m
         loader.start()
         engine = loader._engine
         assert engine is not None
-        session = engine.open_session(0, in_order=True)
+        session = engine.open_session(0, in_order=True, owner=loader)
         keys = pack_keys([0, 1, 2, 3], 0)
         engine.pump.step([], lambda: engine._submit(session, [(0, keys)], ended=True))
         assert wait_until(lambda: session.head() is not None)

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from ringloader import ClosedError, FactorySpec, Loader, LoaderError, get_worker_info
+from ringloader._runtime.engine import Engine
 from ringloader._runtime.locking import holding
 from ringloader.iterators import LoaderIterator
+from tests.runtime.conftest import wait_until
 from tests.runtime.sample_datasets import Numbers
 
 
@@ -122,6 +124,114 @@ class Drawing:
 def _drawn() -> tuple[Any, ...]:
     """What the next draws of the user's would be."""
     return random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
+
+
+class _Interrupting:
+    """A pump's lock that is interrupted as it is taken on the main thread, the `place`-th time from now on."""
+
+    def __init__(self, lock: Any, *, has_it: bool) -> None:
+        self._lock, self._has_it, self.place, self.num_taken = lock, has_it, 0, 0
+        self.release, self._is_owned = lock.release, lock._is_owned
+
+    def acquire(self) -> None:
+        self.num_taken += threading.current_thread() is threading.main_thread()
+        is_due = self.num_taken == self.place and threading.current_thread() is threading.main_thread()
+        if not is_due or self._has_it:
+            self._lock.acquire()
+        if is_due:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_p05_interrupt_wherever_the_lock_is_taken_leaves_no_leader(num_workers: int, has_it: bool) -> None:
+    """Another thread could lead at once, the lock is free, and the epoch is whole."""
+    with Loader(FactorySpec(Numbers, 16, 4), batch_size=4, num_workers=num_workers) as loader:
+        list(loader)
+        assert loader._engine is not None
+        pump = loader._engine.pump
+        pump.lock = lock = _Interrupting(pump.lock, has_it=has_it)  # type: ignore[assignment]
+        num_interrupts, place = 0, 1
+        while place < 60:
+            seen: list[int] = []
+            iterator = iter(loader)
+            lock.place, lock.num_taken, was_interrupted = place, 0, False
+            while True:
+                try:
+                    for _, indices in iterator:
+                        seen += indices.tolist()
+                except KeyboardInterrupt:
+                    num_interrupts, was_interrupted = num_interrupts + 1, True
+                    assert pump.leader != threading.get_ident()
+                    assert not lock._is_owned()
+                    continue
+                break
+            assert seen == list(range(16))
+            lock.place = 0
+            if not was_interrupted:
+                break  # an epoch takes it less often
+            place += 1
+    assert num_interrupts > 8
+
+
+def test_interrupt_as_an_epoch_ends_its_workers_leaves_a_loader_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `persistent_workers=False`, in the wait for workers to end: they end, and the next epoch has others."""
+
+    def broken(_: Engine) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    loader = Loader(FactorySpec(Numbers, 8), batch_size=4, num_workers=1, persistent_workers=False)
+    iterator = iter(loader)
+    before = loader._engine
+    assert before is not None
+    monkeypatch.setattr(Engine, "close", broken)
+    with pytest.raises(KeyboardInterrupt):
+        list(iterator)
+    assert wait_until(lambda: before.pump.wake_fd < 0)
+    assert [indices.tolist() for _, indices in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loader.stats().num_batches == 4
+    assert loader.stats().num_samples == 16
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_interrupt_as_an_epoch_begins_leaves_no_session(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its iterator was about to be made, or the session had only just been opened."""
+    with Loader(FactorySpec(Numbers, 8), batch_size=4, num_workers=num_workers) as loader:
+        list(loader)
+        engine = loader._engine
+        assert engine is not None
+        scheduler = engine.scheduler
+        with monkeypatch.context() as patch:
+            patch.setattr(LoaderIterator, "__init__", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                iter(loader)
+        engine.pump.step([])
+        assert not [one for one in scheduler.sessions.values() if not one.is_early]
+
+        loader._drop_early()  # or there is no session to be opened
+
+        def opened(session: Any) -> None:
+            scheduler.sessions[session.session_id] = session
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "open_session", opened)
+            with pytest.raises(KeyboardInterrupt):
+                iter(loader)
+        assert [indices.tolist() for _, indices in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        engine.pump.step([])
+        assert not [one for one in scheduler.sessions.values() if not one.is_early]
+
+
+def _interrupted(*args: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("is_started", [True, False])

@@ -3,6 +3,8 @@ workers, breakpoints."""
 
 from __future__ import annotations
 
+import io
+import pdb
 import re
 import sys
 import time
@@ -180,6 +182,26 @@ def test_b94_breakpoint_in_a_worker_is_an_error_with_advice(kind: type[Any], cap
             next(iterator)
         assert time.monotonic() - began_s < 5.0 * UNIT_S
         assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5]]
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_b94_breakpoint_elsewhere_is_an_error_that_names_it(
+    num_workers: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the dataset is made, in `worker_init_fn` and in a method: told at once, nobody is replaced."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
+    monkeypatch.setattr(pdb.Pdb, "do_EOF", pdb.Pdb.do_EOF)  # put back afterwards
+    for spec, init in ((FactorySpec(cases.BreaksInBuild, 6), None), (FactorySpec(Numbers, 6), cases.break_and_leave)):
+        with Loader(spec, num_workers=num_workers, worker_init_fn=init) as loader:
+            with pytest.raises(FactoryError, match="BdbQuit"):
+                iter(loader)
+            assert loader.stats().num_restarts == 0
+    with Loader(FactorySpec(cases.BreaksInCall, 6), num_workers=num_workers, batch_size=3) as loader:
+        with pytest.raises(LoaderError, match=r"inspect raised bdb\.BdbQuit"):
+            loader.call("inspect")
+        assert len(list(loader)) == 2
     capfd.readouterr()
 
 

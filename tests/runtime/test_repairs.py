@@ -58,7 +58,7 @@ def test_fill_that_was_answered_inline_is_not_carried_out_again() -> None:
     with Loader(Counts(), batch_size=4) as loader:
         loader.start()
         engine = loader._running()
-        session = engine.open_session(0, in_order=True)
+        session = engine.open_session(0, in_order=True, owner=loader)
         keys = Keys(np.arange(4).tobytes(), True, 0)
         engine.pump.step([], lambda: engine.scheduler.submit(session.session_id, 0, keys))
         for _ in range(3):  # as if what comes between were broken into each time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -237,6 +238,54 @@ def test_child_of_a_fork_does_not_use_the_parents_threads() -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert next(iterator).tolist() == [5, 6, 7, 8, 9]
+
+
+class ReadsAnother:
+    """Each sample is what a loader of its own gives, read by threads."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
+        with Loader(Local(), batch_size=5, num_workers=1, worker_backend="thread", output="numpy") as loader:
+            return np.concatenate(list(loader))
+
+
+def test_dataset_read_inline_may_read_a_loader_of_threads() -> None:
+    """Its threads don't wait for the generators that this thread has borrowed, and that waits for them."""
+    with Loader(ReadsAnother(), batch_size=4, output="numpy") as loader:
+        (found,) = loader
+    assert found.shape == (4, len(Local()))
+
+
+class Waits:
+    """Its sample takes until it is told."""
+
+    def __init__(self) -> None:
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        self.begun.set()
+        self.goes_on.wait(30)
+        return index
+
+
+def test_child_of_a_fork_reads_inline_while_a_thread_of_the_parent_did() -> None:
+    """What that thread has borrowed is not borrowed in the child."""
+    dataset = Waits()
+    other = threading.Thread(target=lambda: list(Loader(dataset, output="numpy")))
+    other.start()
+    assert dataset.begun.wait(30)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        os._exit(0 if len(list(Loader(Local(), batch_size=5, output="numpy"))) == len(Local()) // 5 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    dataset.goes_on.set()
+    other.join(30)
 
 
 def _seeds(worker_id: int) -> None:

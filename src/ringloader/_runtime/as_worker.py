@@ -19,6 +19,19 @@ from ringloader._runtime.worker_info import WorkerInfo, current_info, set_thread
 # The generators are the process's: two threads at once would each put back what the other had lent.
 _LENDING = threading.RLock()
 
+
+def is_borrowing() -> bool:
+    """This thread runs dataset code already, so that others that it waits for cannot borrow, and need not."""
+    owned: bool = _LENDING._is_owned()  # type: ignore[attr-defined]
+    return owned
+
+
+def reset() -> None:
+    """In a forked child: whoever borrows is a thread that is not here."""
+    global _LENDING
+    _LENDING = threading.RLock()
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

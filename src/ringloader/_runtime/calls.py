@@ -9,7 +9,7 @@ from typing import Any
 
 from ringloader._core import messages as msg
 from ringloader._core import values
-from ringloader._runtime.words import format_traceback, safe_text, type_name
+from ringloader._runtime.words import format_traceback, run_user_code, safe_text, type_name
 from ringloader.errors import ConfigError, LoaderError, RemoteError
 from ringloader.factory import FactorySpec
 
@@ -32,7 +32,7 @@ def carry_out(dataset: Any, call: msg.Call) -> msg.Called:
     """Run the method on a dataset."""
     try:
         arguments: Arguments = FactorySpec.from_wire(call.arguments).build()
-        result = getattr(dataset, call.method)(*arguments.args, **arguments.kwargs)
+        result = run_user_code(getattr(dataset, call.method), *arguments.args, **arguments.kwargs)
         return msg.Called(call.call_id, "", "", "", values.encode(result))
     except (Exception, SystemExit) as error:
         return msg.Called(call.call_id, type_name(error), safe_text(error), format_traceback(error), b"")

@@ -42,6 +42,10 @@ _FULL_WAIT_S = 10.0
 _JOIN_S = 10.0
 
 
+class Claim:
+    """Something to own a session until its iterator is there."""
+
+
 class Engine:
     """Runs one loader's workers and ring for any number of sessions."""
 
@@ -112,11 +116,14 @@ class Engine:
         streams: Streams | None = None,
         pull: Callable[[int], Keys | None] | None = None,
         is_early: bool = False,
+        owner: object,
     ) -> Session:
-        """Begin an iteration; an early one is for the time when nothing else is to be done."""
+        """Begin an iteration, which is closed once `owner` is gone; an early one is for when nothing else is to be done."""
         session_id, self._next_session_id = self._next_session_id, self._next_session_id + 1
         session = Session(session_id, epoch, in_order=in_order, streams=streams, pull=pull)
         session.is_early = is_early
+        # Followed before it is open: an interrupt in between leaves nothing.
+        self.follow(owner, session)
         self.pump.step([], lambda: self.scheduler.open_session(session))
         return session
 
@@ -130,10 +137,10 @@ class Engine:
 
         self.pump.step([], submit)
 
-    def follow(self, iterator: Any, session: Session) -> None:
-        """Have the session closed once its iterator is gone."""
+    def follow(self, owner: object, session: Session) -> None:
+        """Have the session closed once its owner is gone."""
         # The callback is the append of a deque: as with leases, Python code there could be broken into by a signal.
-        follower = Follower(iterator, self.pump.abandoned.append)
+        follower = Follower(owner, self.pump.abandoned.append)
         follower.session_id = session.session_id
         self.pump.followers[session.session_id] = follower
 

@@ -25,7 +25,7 @@ from ringloader._runtime.segment import Segment
 from ringloader._runtime.sources import LocalBuild
 from ringloader._runtime.status import STAGES, StatusPage
 from ringloader._runtime.stream_filler import StreamFiller
-from ringloader._runtime.words import format_traceback, safe_text, type_name
+from ringloader._runtime.words import format_traceback, run_user_code, safe_text, type_name
 from ringloader._runtime.worker_info import WorkerInfo
 
 _PAUSE_S = 0.02
@@ -106,9 +106,9 @@ class InlinePool:
     def _built(self) -> msg.Ready | msg.StartFailed:
         self._seeder.for_build()
         try:
-            dataset = self._build.dataset()
+            dataset = run_user_code(self._build.dataset)
             collator = self._build.collator()
-            self._build.init(0)
+            run_user_code(self._build.init, 0)
             check_built(dataset)
             self._info.dataset = dataset
             facts = {**describe(dataset), "digests": {}}

@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import Any, Protocol
 
-from ringloader._runtime import memory
+from ringloader._runtime import as_worker, memory
 from ringloader._runtime.locking import holding
 
 # How long workers may take to leave by themselves at interpreter exit.
@@ -110,6 +110,7 @@ def _disown_all() -> None:
     LINGERING.clear()
     memory.ACCOUNT.reset()
     memory.PINNED.reset()
+    as_worker.reset()
     for engine in list(ENGINES):
         engine.disown()
 

@@ -97,6 +97,8 @@ class Pump:
             return self._lead(timeout_s)
         finally:
             if self.leader == me:
+                # First of all, and by no call: an interrupt in what follows must not leave a leader that does not lead.
+                self.leader = 0
                 holding(self.lock, self._step_down)
 
     def _take_lead(self, me: int, timeout_s: float | None) -> tuple[float | None, threading.Lock | None]:
@@ -114,7 +116,7 @@ class Pump:
         return timeout_s, None
 
     def _step_down(self) -> None:
-        self.leader = 0
+        """Tell the others. Held: the lock."""
         self.last_pump_s = time.monotonic()
         self.changed.ring()
 

@@ -74,6 +74,7 @@ class Ring:
         self._num_slots: dict[int, int] = {}
         self.marks_free = os.environ.get("RINGLOADER_DEBUG") == "1"  # reading a batch after its release is made visible
         self._next_segment_id = 0
+        self._is_closed = False
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +105,8 @@ class Ring:
         segment_id, self._next_segment_id = self._next_segment_id, self._next_segment_id + 1
         self._num_slots[segment_id] = num_slots
         self.segments[segment_id] = segment
+        if self._is_closed:
+            self.drop_segment(segment_id)  # while it was made
         return SegmentAdded(segment_id, size, num_slots)
 
     def drop_segment(self, segment_id: int) -> None:
@@ -234,6 +237,7 @@ class Ring:
 
     def close(self) -> None:
         """Give every segment back. Leases that are alive keep their mapping; page-locked segments wait for `linger`."""
+        self._is_closed = True
         for segment_id in list(self.segments):
             self.drop_segment(segment_id)
 

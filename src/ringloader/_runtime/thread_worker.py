@@ -16,14 +16,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from ringloader._core import messages as msg
 from ringloader._core.events import Death, WorkerBroken, WorkerExited
 from ringloader._runtime import status
-from ringloader._runtime.as_worker import as_worker
+from ringloader._runtime.as_worker import as_worker, is_borrowing
 from ringloader._runtime.building import check_built, describe
 from ringloader._runtime.filler import Filler
 from ringloader._runtime.pages import Mapping
@@ -32,13 +32,15 @@ from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.sources import LocalBuild
 from ringloader._runtime.status import StatusPage
 from ringloader._runtime.stream_filler import StreamFiller
-from ringloader._runtime.words import format_traceback, safe_text, type_name
+from ringloader._runtime.words import format_traceback, run_user_code, safe_text, type_name
 from ringloader._runtime.worker_info import WorkerInfo, set_thread_info
 
 logger = logging.getLogger("ringloader")
 
 
 # A Fill with the mapping of its segment, the end of something, or None: the end.
+P = ParamSpec("P")
+T = TypeVar("T")
 _Said = tuple[msg.Fill, Mapping | None] | msg.Call | msg.Cancel | msg.DropSession | None
 _RunCall = Callable[[msg.Call], msg.Called]
 
@@ -79,6 +81,7 @@ class SharedDataset:
         self.info = info  # what holds for every worker: seed, ranks, number of workers
         self.epochs = _Epochs()
         self.is_warned = False  # of a dataset that draws from the global generators
+        self._has_generators = is_borrowing()  # of a loader that is read by the dataset of another
         self._lock = threading.Lock()
         self._built: list[Any] = []
         self._failure: BaseException | None = None
@@ -92,7 +95,7 @@ class SharedDataset:
             if not self._built:
                 seeder = Seeder(info.seed)
                 try:
-                    dataset = as_worker(info, seeder, self._make, seeder)
+                    dataset = self.run(info, seeder, self._make, seeder)
                     check_built(dataset)
                 except BaseException as error:
                     self._failure = error
@@ -101,9 +104,15 @@ class SharedDataset:
                 self._built.append(dataset)
             return self._built[0]
 
+    def run(self, info: WorkerInfo, seeder: Seeder, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what may draw from the global generators, or seed them."""
+        if self._has_generators:
+            return body(*args, **kwargs)
+        return as_worker(info, seeder, body, *args, **kwargs)
+
     def _make(self, seeder: Seeder) -> Any:
         seeder.for_build()
-        return self.build.dataset()
+        return run_user_code(self.build.dataset)
 
     def forget(self) -> None:
         """Nobody is to use the dataset any more."""
@@ -247,7 +256,7 @@ class Run:
             dataset = info.dataset = shared.get(info, member.page)
             member.page.stage(status.INIT)
             # It may seed generators, as it would in a process of its own.
-            as_worker(info, Seeder(info.seed), shared.build.init, member.worker_id)
+            shared.run(info, Seeder(info.seed), run_user_code, shared.build.init, member.worker_id)
             facts = {**describe(dataset), "digests": {}}
             info.is_consulted = False  # what was asked while the one dataset was built says nothing about its streams
             parts = (dataset, shared.build.collator(), _Unseeded(info.seed), info, member.page)

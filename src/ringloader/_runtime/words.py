@@ -5,6 +5,12 @@ Owns their bounds. Must import light: workers start with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # How a worker that leaves by itself says why, before its stack.
 LAST_WORDS = "last words: "
 # What of an exception's text and traceback travels: enough to read, whatever an exception carries.
@@ -25,6 +31,17 @@ def safe_text(error: BaseException) -> str:
     except Exception as failure:
         return f"<its text could not be had: {type_name(failure)}>"
     return cut(text)
+
+
+def run_user_code(body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call code of the user's; a debugger that finds no terminal raises `bdb.BdbQuit` there, in every Python."""
+    try:
+        return body(*args, **kwargs)
+    except SystemExit as left:
+        quit_debugger = debugger_quit(left)
+        if quit_debugger is None:
+            raise
+        raise quit_debugger from None
 
 
 def debugger_quit(left: SystemExit) -> BaseException | None:

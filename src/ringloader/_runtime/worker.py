@@ -30,7 +30,7 @@ from ringloader._runtime.pages import Mapping, map_file
 from ringloader._runtime.pipe import BlockingPipe, Closed
 from ringloader._runtime.seeding import LateImports, Seeder
 from ringloader._runtime.status import DUMP_SIGNAL, StatusPage
-from ringloader._runtime.words import LAST_WORDS, format_traceback, safe_text, type_name
+from ringloader._runtime.words import LAST_WORDS, format_traceback, run_user_code, safe_text, type_name
 from ringloader._runtime.worker_info import TORCH_MODULE, WorkerInfo, set_worker_info, tell_torch
 from ringloader._specs import handles
 from ringloader.errors import ProtocolError
@@ -145,7 +145,7 @@ class _Worker:
         self, setup: msg.Setup, page_fd: int, payload: list[int], page: StatusPage
     ) -> tuple[Filler, dict[str, object]] | None:
         try:
-            return _build(setup, payload, page)
+            return run_user_code(_build, setup, payload, page)
         except BaseException as error:
             if isinstance(error, SystemExit):
                 raise
