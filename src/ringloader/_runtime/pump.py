@@ -428,8 +428,8 @@ class Pump:
 
     def drop_session(self, session_id: int) -> None:
         """Forget a session. Held: the lock."""
-        self.followers.pop(session_id, None)
         self.scheduler.close_session(session_id)
+        self.followers.pop(session_id, None)  # only now: an interrupt in between leaves it to be closed again
 
 
 def _in_words(fact: Any, *worker: int) -> str:
