@@ -230,18 +230,17 @@ def test_interrupt_as_an_epoch_begins_leaves_no_session(num_workers: int, monkey
         assert not [one for one in scheduler.sessions.values() if not one.is_early]
 
 
-def test_interrupt_as_an_abandoned_epoch_is_closed_has_it_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_as_an_epoch_is_closed_has_it_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to be closed is known until it is."""
     with Loader(FactorySpec(Numbers, 8), batch_size=4) as loader:
         iterator = iter(loader)
-        next(iterator)
         engine = loader._engine
         assert engine is not None
         with monkeypatch.context() as patch:
             patch.setattr(engine.scheduler, "close_session", _interrupted)
-            del iterator
             with pytest.raises(KeyboardInterrupt):
-                engine.pump.step([])
+                list(iterator)
+        del iterator
         engine.pump.step([])
         assert not engine.scheduler.sessions
         assert not engine.pump.followers
