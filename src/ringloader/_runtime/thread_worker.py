@@ -38,9 +38,9 @@ from ringloader._runtime.worker_info import WorkerInfo, set_thread_info
 logger = logging.getLogger("ringloader")
 
 
-# A Fill with the mapping of its segment, the end of something, or None: the end.
 P = ParamSpec("P")
 T = TypeVar("T")
+# A Fill with the mapping of its segment, the end of something, or None: the end.
 _Said = tuple[msg.Fill, Mapping | None] | msg.Call | msg.Cancel | msg.DropSession | None
 _RunCall = Callable[[msg.Call], msg.Called]
 
