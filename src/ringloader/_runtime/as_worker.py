@@ -16,6 +16,9 @@ from ringloader._runtime.locking import holding
 from ringloader._runtime.seeding import Generators, LateImports, Seeder
 from ringloader._runtime.worker_info import WorkerInfo, current_info, set_thread_info
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # The generators are the process's: two threads at once would each put back what the other had lent.
 _LENDING = threading.RLock()
 
@@ -30,10 +33,6 @@ def reset() -> None:
     """In a forked child: whoever borrows is a thread that is not here."""
     global _LENDING
     _LENDING = threading.RLock()
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def as_worker(info: WorkerInfo, seeder: Seeder, body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

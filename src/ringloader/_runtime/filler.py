@@ -28,7 +28,7 @@ from ringloader._core.records import record
 from ringloader._runtime import status
 from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.status import StatusPage
-from ringloader._runtime.words import debugger_quit, format_traceback, safe_text, type_name
+from ringloader._runtime.words import format_traceback, run_user_code, safe_text, type_name
 from ringloader._runtime.worker_info import WorkerInfo
 from ringloader.errors import LayoutError, LoaderError
 
@@ -131,14 +131,11 @@ class Filler:
         kept = self._kept.pop((fill.session_id, fill.batch_id), None)
         answer: msg.FromWorker
         try:
-            answer = self._place(fill, kept, slot) if kept is not None else self._make(fill, slot, began_ns)
+            answer = self._place(fill, kept, slot) if kept is not None else run_user_code(self._make, fill, slot, began_ns)
         except CancelledFill:
             answer = msg.Cancelled(fill.serial, fill.generation)
-        except SystemExit as left:
-            quit_debugger = debugger_quit(left)
-            if quit_debugger is None:
-                raise
-            answer = self._failed(fill, quit_debugger)
+        except SystemExit:
+            raise
         except self._catch as error:
             answer = self._failed(fill, error)
         self._page.stage(status.SENDING)
@@ -339,16 +336,11 @@ class Filler:
         self._seed(fill)
         try:
             if self._retry:
-                self._patiently(fill, lambda: self._call_for(fill, start, stop))
+                self._patiently(fill, lambda: run_user_code(self._call_for, fill, start, stop))
             else:
-                self._call_for(fill, start, stop)
-        except CancelledFill:
+                run_user_code(self._call_for, fill, start, stop)
+        except (CancelledFill, SystemExit):
             raise
-        except SystemExit as left:
-            quit_debugger = debugger_quit(left)
-            if quit_debugger is None:
-                raise
-            return quit_debugger
         except self._catch as error:
             return error
         return None

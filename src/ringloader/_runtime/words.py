@@ -38,13 +38,13 @@ def run_user_code(body: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         return body(*args, **kwargs)
     except SystemExit as left:
-        quit_debugger = debugger_quit(left)
+        quit_debugger = _debugger_quit(left)
         if quit_debugger is None:
             raise
         raise quit_debugger from None
 
 
-def debugger_quit(left: SystemExit) -> BaseException | None:
+def _debugger_quit(left: SystemExit) -> BaseException | None:
     """Return the `bdb.BdbQuit` that a debugger without a terminal ends with; from Python 3.14 on pdb leaves by `sys.exit`."""
     trace = left.__traceback__
     while trace is not None and trace.tb_next is not None:
