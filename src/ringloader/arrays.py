@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.past_caches import row_copier
+from ringloader._collate.native import take
+from ringloader._collate.past_caches import LARGE_ROW_NBYTES, row_copier
 from ringloader._core import dtypes
 from ringloader._core.array_spec import ArraySpec
 from ringloader._core.blake2 import blake2b
@@ -28,8 +29,6 @@ __all__ = ["ArrayDataset", "TokenWindows", "tensor_dataset"]
 
 Array = np.ndarray[Any, Any]
 
-# From this size on a row is copied by itself, at the speed of memcpy; smaller ones are gathered in one call.
-_LARGE_ROW_NBYTES = 4096
 _GATHER_NBYTES = 128 << 10
 # Rows that a fingerprint looks at, and the state of a loader with it.
 _NUM_PRINTED = 8
@@ -141,7 +140,7 @@ class TokenWindows(Dataset):
                 value=len(tokens),
             )
         self._window, self._stride = length, stride
-        self._overlapping: Array | None = None
+        self._tokens: Array | None = None  # once they are needed in one piece
         self._length = (len(tokens) - length - 1) // stride + 1
 
     def __len__(self) -> int:
@@ -158,27 +157,33 @@ class TokenWindows(Dataset):
 
     def write_batch(self, indices: Array, out: Any) -> None:
         """Write the windows `indices`, int64, into the two arrays of `out`."""
-        starts = all_within(indices, self._length) * self._stride
+        places = all_within(indices, self._length)
+        inputs, targets = out
+        tokens = self._contiguous()
+        if take is not None and all(_holds_rows(each, tokens.dtype, (len(places), self._window)) for each in out):
+            itemsize = tokens.itemsize
+            take(tokens, self._stride * itemsize, self._window * itemsize, places, (inputs, targets), (0, itemsize))
+        else:
+            self._write_in_steps(tokens, places * self._stride, inputs, targets)
+
+    def _write_in_steps(self, tokens: Array, starts: Array, inputs: Array, targets: Array) -> None:
         # A window and its target are one element of many bytes: numpy gathers those in a loop of C, into memory of its own. A
         # few at a time, or that memory would be in no cache when it is read again.
-        windows, (inputs, targets) = self._windows(), out
+        dtype = np.dtype(("V", (self._window + 1) * tokens.itemsize))
+        windows = np.ndarray((len(tokens) - self._window,), dtype, tokens, 0, (tokens.itemsize,))
         step = max(1, _GATHER_NBYTES // windows.itemsize)
         for first in range(0, len(starts), step):
             rows = windows[starts[first : first + step]].view(inputs.dtype).reshape(-1, self._window + 1)
             inputs[first : first + step] = rows[:, :-1]
             targets[first : first + step] = rows[:, 1:]
 
-    def _windows(self) -> Array:
-        """Every window with the token behind it, as elements that overlap."""
-        tokens = self._column.array
-        if self._overlapping is None:
-            step, dtype = tokens.itemsize, np.dtype(("V", (self._window + 1) * tokens.itemsize))
-            shape = (len(tokens) - self._window,)
-            self._overlapping = np.ndarray(shape, dtype, np.ascontiguousarray(tokens), 0, (step,))
-        return self._overlapping
+    def _contiguous(self) -> Array:
+        if self._tokens is None:
+            self._tokens = np.ascontiguousarray(self._column.array)
+        return self._tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_overlapping": None}
+        return {**vars(self), "_tokens": None}
 
     def fingerprint(self) -> str:
         """Return what tells these windows from others."""
@@ -224,7 +229,7 @@ class _Column:
         first = int(places[0])
         if self._is_joined and int(places[-1]) - first == len(places) - 1 and (np.diff(places) == 1).all():
             self._write_each(out[None], [slice(first, first + len(places))])
-        elif self._is_joined and self._row_nbytes < _LARGE_ROW_NBYTES:
+        elif self._is_joined and self._row_nbytes < LARGE_ROW_NBYTES:
             # Of an array that is not contiguous take() would copy all of it first. The places are checked: clip costs no check.
             array.take(places, 0, out, "clip")
         else:
@@ -234,6 +239,11 @@ class _Column:
         copy = row_copier(out, out.nbytes) or out.__setitem__
         for row, place in enumerate(places):
             copy(row, self.array[place])
+
+
+def _holds_rows(out: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
+    """Whether rows can be copied to `out` as they are: a class derived from ours may ask for others."""
+    return out.dtype == dtype and out.shape == shape and out.flags.c_contiguous
 
 
 def _fingerprint(columns: Sequence[_Column]) -> str:

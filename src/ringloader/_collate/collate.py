@@ -40,9 +40,9 @@ class Batch:
         raise NotImplementedError
 
     @property
-    def next_add(self) -> Callable[[Any], None]:
-        """What adds samples after the first, perhaps faster than `add`."""
-        return self.add
+    def gathered(self) -> list[Any] | None:
+        """The list that samples after the first may be appended to, where they need no look before the end."""
+        return None
 
     def extend(self, samples: Sequence[Any]) -> None:
         """Add samples that were fetched together."""
@@ -151,9 +151,8 @@ class GatheredBatch(Batch):
             self._start(sample)
 
     @property
-    def next_add(self) -> Callable[[Any], None]:
-        # Samples that are only gathered need no look before the end.
-        return self.add if self._flat is not None else self._samples.append
+    def gathered(self) -> list[Any] | None:
+        return self._samples if self._flat is None else None
 
     def extend(self, samples: Sequence[Any]) -> None:
         if self._flat is None:
@@ -370,6 +369,10 @@ class ResultBatch(Batch):
 
     def add(self, sample: Any) -> None:
         self._samples.append(sample)
+
+    @property
+    def gathered(self) -> list[Any]:
+        return self._samples
 
     def finish(self) -> Collated:
         if self._collate_fn is None and len(self._samples) != 1:

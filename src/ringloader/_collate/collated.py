@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.leaves import Source, Subtree
+from ringloader._collate.leaves import Source, Subtree, write_all
 from ringloader._collate.structure import Keys
 from ringloader._core import values
 from ringloader._core.layout import Layout, LeafType, Placement, Shapes, numbered
@@ -42,9 +42,7 @@ class Collated:
 
     def write(self, slot: np.ndarray) -> None:
         """Write to a slot, a writable 1-D uint8 array of at least `nbytes`; may be repeated until `forget_sources`."""
-        for source, offset, size in zip(self._sources, self._placement.offsets, self._placement.sizes, strict=False):
-            if size:
-                source.write(slot, offset)
+        write_all(self._sources, slot, self._placement.offsets, self._placement.sizes)
         self.written = True
 
     def check(self) -> None:

@@ -85,7 +85,8 @@ def gather_run(columns: Sequence[Sequence[np.ndarray]]) -> list[Source] | None:
     """Return what becomes of leaves that were a run in an earlier batch; None where first rows say that they are none in this
     one. `Source.write` may raise later, as for any leaf."""
     first = columns[0][0]
-    if any(set(map(type, column)) != {np.ndarray} for column in columns):
+    # Rows behind the first ones are looked at where they are joined.
+    if any(type(column[0]) is not np.ndarray for column in columns):
         return None
     dtype = dtypes.name_of(first.dtype)
     shape = (len(columns[0]), *first.shape)

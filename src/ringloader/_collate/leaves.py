@@ -7,11 +7,12 @@ not import torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ringloader._collate.native import join
 from ringloader._core import dtypes
 from ringloader._core.layout import LeafType, Node, leaf_type
 
@@ -65,6 +66,11 @@ class ArrayRows:
         self.shape = (len(rows), *rows[0].shape)
         self.leaf = leaf_type("tensor", dtype, len(self.shape))
 
+    @property
+    def joinable(self) -> Sequence[np.ndarray] | None:
+        """The rows, if they are to be joined as they are."""
+        return None if self._cast else self._rows
+
     def write(self, slot: np.ndarray, offset: int) -> None:
         casting: _Casting = "unsafe" if self._cast else "no"
         dtype = dtypes.storage_of(self.leaf.dtype)
@@ -103,10 +109,41 @@ class ArrayRun:
         self.shape = shape
 
     def write(self, slot: np.ndarray, offset: int) -> None:
+        if join is not None and not join((self._rows,), slot, (offset,)):
+            return
+        if set(map(type, self._rows)) != {np.ndarray}:
+            raise TypeError("rows differ in type")
         _join(self._rows, "no", (len(self._rows), *self.shape[1:]), dtypes.storage_of(self.leaf.dtype), slot, offset)
 
     def check(self) -> None:
         ArrayRows(self._rows, self.leaf.dtype, cast=False).check()
+
+
+def write_all(sources: Sequence[Source], slot: np.ndarray, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    """Write the leaves that have bytes. Raises as `Source.write` does."""
+    left: Sequence[int] = [place for place, (_, size) in enumerate(zip(sources, sizes, strict=False)) if size]
+    if join is not None:
+        left = _join_together(join, sources, slot, offsets, left)
+    for place in left:
+        sources[place].write(slot, offsets[place])
+
+
+def _join_together(
+    join: Callable[..., list[int]], sources: Sequence[Source], slot: np.ndarray, offsets: Sequence[int], places: Sequence[int]
+) -> list[int]:
+    """Join the rows of all leaves at once, sample after sample; return the places of the leaves that are left."""
+    joined, columns, left = [], [], []
+    for place in places:
+        source = sources[place]
+        rows = source.joinable if type(source) is ArrayRows else None
+        if rows is None:
+            left.append(place)
+        else:
+            joined.append(place)
+            columns.append(rows)
+    if columns:
+        left += [joined[found] for found in join(tuple(columns), slot, tuple([offsets[place] for place in joined]))]
+    return left
 
 
 class Written:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringloader._collate.collate import Batch, Collated, Collator
+from ringloader._collate.native import fetch
 from ringloader._collate.written import Writer, draws_nothing, offers
 from ringloader._core import messages as msg
 from ringloader._core import values
@@ -253,8 +254,13 @@ class Filler:
             if self._seed_samples:
                 self._seed_sample(fill, place)
             add(dataset[key])
-            if not place:
-                add = batch.next_add
+            samples = batch.gathered if not place else None
+            if samples is not None:
+                if fetch is not None and not self._seed_samples:
+                    if not fetch(dataset, keys, samples, info, words, sample, cancel, serial):
+                        raise CancelledFill
+                    return
+                add = samples.append
 
     def _fetch_each_patiently(self, fill: msg.Fill, keys: list[Any], batch: Any) -> None:
         """As `_fetch_each`, for a dataset whose faults may pass by themselves."""
