@@ -173,7 +173,7 @@ class TokenWindows(Dataset):
         windows = np.ndarray((len(tokens) - self._window,), dtype, tokens, 0, (tokens.itemsize,))
         step = max(1, _GATHER_NBYTES // windows.itemsize)
         for first in range(0, len(starts), step):
-            rows = windows[starts[first : first + step]].view(inputs.dtype).reshape(-1, self._window + 1)
+            rows = windows[starts[first : first + step]].view(tokens.dtype).reshape(-1, self._window + 1)
             inputs[first : first + step] = rows[:, :-1]
             targets[first : first + step] = rows[:, 1:]
 

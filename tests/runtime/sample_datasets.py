@@ -167,3 +167,33 @@ class OnlyInWorkers:
     def __getitem__(self, index: int) -> Any:
         value = np.full(2, index)
         return self.kind(value) if index in (2, 3) else (value,)
+
+
+class KernelSamples:
+    """Samples of every kind that is joined by compiled loops, or just not."""
+
+    def __init__(self, size: int, kind: str) -> None:
+        self._kind = kind
+        self._rows = np.random.default_rng(0).integers(0, 1 << 40, (size, 40))
+        self._large = np.random.default_rng(1).integers(0, 1 << 40, (size, 9000)) if kind == "large" else self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._rows[index]
+        if self._kind in ("tensors", "tensor run"):
+            import torch
+
+            row = torch.from_numpy(row)
+        if self._kind in ("run", "tensor run"):
+            return {f"leaf{place}": row[8 * place : 8 * place + 8] for place in range(5)}
+        if self._kind == "strides":
+            return row[::2], row[:20], row[::-1]
+        if self._kind == "windows":
+            return row[:-1], row[1:]
+        return (self._large[index], row[:3], index) if self._kind == "large" else (row, row[:3], index)
+
+    def has_kernels(self) -> bool:
+        """Whether this process may use them."""
+        return sys.modules.get("ringloader._collate.kernels") is not None

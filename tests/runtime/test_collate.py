@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate as torch_collate
 
 from ringloader import collation
-from ringloader._collate import collate, tensors, wrap
+from ringloader._collate import collate, leaves, tensors, wrap
 from ringloader._collate import collated as collated_module
 from ringloader._collate.collate import Collated, Collator
 from ringloader._core.layout import ALIGNMENT, Layout
 from ringloader.errors import LayoutError
 
 SLOT_NBYTES = 1 << 20
-THRESHOLDS = [0, 1 << 40]
+THRESHOLDS = [(0, True), (1 << 40, True), (1 << 40, False)]
 
 
 class Point(NamedTuple):
@@ -68,12 +68,16 @@ class Outer:
     name: Any
 
 
-@pytest.fixture(params=THRESHOLDS, ids=["direct", "gather"])
+@pytest.fixture(params=THRESHOLDS, ids=["direct", "gather", "gather in Python"])
 def _threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collate, "DIRECT_NBYTES", request.param)
+    threshold, is_compiled = request.param
+    monkeypatch.setattr(collate, "DIRECT_NBYTES", threshold)
+    if not is_compiled:
+        monkeypatch.setattr(leaves, "join", None)
+        monkeypatch.setattr(tensors, "are_joined", False)
 
 
-both_modes = pytest.mark.usefixtures("_threshold")
+all_modes = pytest.mark.usefixtures("_threshold")
 
 
 def make(
@@ -261,7 +265,7 @@ def outcome(function: Callable[[Any], Any], samples: Any) -> Any:
             return error
 
 
-@both_modes
+@all_modes
 @settings(deadline=None, max_examples=250)
 @given(
     make_sample=SAMPLES,
@@ -270,7 +274,7 @@ def outcome(function: Callable[[Any], Any], samples: Any) -> Any:
     slot_nbytes=st.sampled_from([SLOT_NBYTES, 256, 0]),
 )
 def test_collate_generated_samples_equals_torch(make_sample: Leaf, num_samples: int, seed: int, slot_nbytes: int) -> None:
-    """Types, dtypes, shapes and bytes are torch's, with any slot and in both ways to fill it; where torch raises, we do."""
+    """Types, dtypes, shapes and bytes are torch's, with any slot and in every way to fill it; where torch raises, we do."""
     rng = np.random.default_rng(seed)
     samples = [make_sample(rng) for _ in range(num_samples)]
     theirs = outcome(torch_collate, copy.deepcopy(samples) if not has_proxy(samples) else samples)
@@ -354,7 +358,7 @@ POOL: list[Any] = [
 ]
 
 
-@both_modes
+@all_modes
 @settings(deadline=None, max_examples=600)
 @given(samples=st.lists(st.sampled_from(POOL), min_size=1, max_size=3))
 def test_collate_irregular_column_equals_torch_or_is_refused(samples: list[Any]) -> None:
@@ -377,7 +381,7 @@ def arrays_of(shape: tuple[int, ...], count: int) -> Iterator[np.ndarray]:
         yield np.full(shape, row, np.float32)
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
 @pytest.mark.parametrize("odd", [(8, 8), (1, 8, 8), (), (3, 1, 8), (1, 3, 8, 8), (3, 8, 9), (6, 8, 4), (4, 8, 8)])
 def test_b03_shape_that_numpy_would_broadcast_is_refused(convert: Any, odd: tuple[int, ...]) -> None:
@@ -397,7 +401,7 @@ def test_b03_shape_that_numpy_would_broadcast_is_refused(convert: Any, odd: tupl
     assert caught.value.shapes == ([3, 8, 8], list(odd))
 
 
-@both_modes
+@all_modes
 def test_b03_lengths_that_add_up_are_refused() -> None:
     """Rows of 3 and 5 elements do not pass as two rows of 4."""
     with pytest.raises(LayoutError, match=r"\[5\].*\[4\]"):
@@ -585,7 +589,7 @@ def test_many_leaves_of_one_shape_in_the_first_batch_alone() -> None:
 
 
 @pytest.mark.parametrize("slot_nbytes", [0, 64, SLOT_NBYTES])
-@both_modes
+@all_modes
 def test_b10_same_words_with_any_slot(slot_nbytes: int) -> None:
     """The error is the same wherever it is found, and speaks of shapes, not of storages."""
     samples = [torch.zeros(3, 10 + row) for row in range(4)]
@@ -596,7 +600,7 @@ def test_b10_same_words_with_any_slot(slot_nbytes: int) -> None:
     assert "storage" not in str(caught.value)
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("position", [0, 1])
 def test_b11_tensor_on_a_device_is_refused(position: int) -> None:
     """A tensor outside host memory is named with its device, and with what to do."""
@@ -611,7 +615,7 @@ def test_b11_tensor_on_a_device_is_refused(position: int) -> None:
         make(samples, collate_fn=lambda given: given[position])
 
 
-@both_modes
+@all_modes
 def test_b16_none_is_refused_with_its_path() -> None:
     """A None names its field or its sample; in a finished batch it arrives as None."""
     with pytest.raises(LayoutError, match=r"sample\['meta'\] is None in sample 100"):
@@ -625,7 +629,7 @@ def test_b16_none_is_refused_with_its_path() -> None:
     assert collated([1], collate_fn=lambda given: None) is None
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize(
     "value", [np.array(["ab"]), np.array([b"x", None]), np.array([b"ab"]), np.array(["2020"], "M8[D]"), np.zeros(1, "i4,f4")]
 )
@@ -646,7 +650,7 @@ def test_b17_numpy_text_becomes_a_list() -> None:
     )
 
 
-@both_modes
+@all_modes
 def test_b20_read_only_arrays_give_writable_batches_without_a_warning() -> None:
     """No warning about read-only memory; the batch can be written, and that changes no sample."""
     samples: list[Any] = [np.frombuffer(bytes([row] * 4), np.uint8) for row in range(2)]
@@ -660,7 +664,7 @@ def test_b20_read_only_arrays_give_writable_batches_without_a_warning() -> None:
     assert samples[0].tolist() == [0] * 4
 
 
-@both_modes
+@all_modes
 def test_b20_negative_strides_are_taken() -> None:
     """A flipped image needs no copy by the user (torch refuses it)."""
     assert collated([np.arange(4)[::-1]] * 2).tolist() == [[3, 2, 1, 0]] * 2
@@ -703,7 +707,7 @@ def test_b34_types_of_a_finished_batch_are_kept(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "mkldnn", "nested", "jagged", "quantized"])
-@both_modes
+@all_modes
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_b50_tensors_without_strided_memory_are_refused(layout: str) -> None:
     """Sparse, nested, opaque and quantized tensors are named with their path and advice, in samples and finished batches."""
@@ -737,7 +741,7 @@ def test_b50_tensor_subclass_is_refused_and_parameter_is_not() -> None:
         assert_same(collated([torch.nn.Parameter(torch.ones(2))] * 2), torch.ones(2, 2))
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_b53_every_dtype_arrives_with_its_bytes(dtype: str) -> None:
     """All bits survive, NaN payloads and negative zeros included."""
@@ -768,7 +772,7 @@ def test_b60_key_that_cannot_be_sent_is_refused_by_name() -> None:
             make([{Point(1, 2): torch.ones(1)}], **options)  # type: ignore[arg-type]
 
 
-@both_modes
+@all_modes
 def test_b72_only_the_bytes_of_a_view_are_written() -> None:
     """A slice costs its own size, an expanded tensor its logical one, whatever their storage."""
     big = torch.arange(1_000_000, dtype=torch.float32)
@@ -782,7 +786,7 @@ def test_b72_only_the_bytes_of_a_view_are_written() -> None:
     assert_same(collated([1], collate_fn=lambda given: image), image.contiguous())
 
 
-@both_modes
+@all_modes
 def test_b73_gradients_are_detached_with_one_warning() -> None:
     """Tensors that require grad arrive detached; one warning per loader names the path."""
     collator = Collator()
@@ -822,7 +826,7 @@ B81_ROWS: list[list[Any]] = [
 ]
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("samples", B81_ROWS, ids=str)
 def test_b81_scalars_have_torchs_dtypes(samples: list[Any]) -> None:
     """Every row of the table is what the installed torch makes of it."""
@@ -847,7 +851,7 @@ def test_b81_default_dtype_of_torch_is_followed() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("slot_nbytes", [0, SLOT_NBYTES])
 def test_b82_empty_tensors_keep_shape_and_dtype(slot_nbytes: int) -> None:
     """Leaves without bytes work beside others and alone, and hold no slot."""
@@ -898,7 +902,7 @@ class Opaque:
     """A type without a rule."""
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize("value", [Opaque(), 1j, {1, 2}, object(), np.longdouble(1)], ids=lambda value: type(value).__name__)
 def test_b87_unknown_object_is_refused_with_path_and_type(value: Any) -> None:
     """An object without a rule is named, in the first sample and in a later one."""
@@ -926,7 +930,7 @@ class Registered:
     """A type with a collate rule that the user gave torch."""
 
 
-@both_modes
+@all_modes
 def test_b87_type_with_a_torch_collate_rule_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """`default_collate_fn_map` extends our default collation as it extends torch's; that costs a second copy."""
     rules = torch.utils.data._utils.collate.default_collate_fn_map
@@ -959,7 +963,7 @@ def test_b34_containers_that_refuse_update_are_filled_by_item() -> None:
     assert_same(found.logits, batch["logits"])
 
 
-@both_modes
+@all_modes
 def test_structure_that_differs_is_refused_with_its_path() -> None:
     """Missing keys, unequal lengths and other containers are named with both samples."""
     with pytest.raises(LayoutError, match=r"sample\['a'\]\['c'\] is missing from sample 101") as caught:
@@ -971,7 +975,7 @@ def test_structure_that_differs_is_refused_with_its_path() -> None:
         make([{"a": {"b": np.ones(9)}}, {"a": [1]}])
 
 
-@both_modes
+@all_modes
 def test_structure_is_remembered_but_not_trusted() -> None:
     """Batches of other structures through one Collator are right, and the layout object of an earlier one comes back."""
     collator = Collator()
@@ -991,10 +995,9 @@ def test_structure_is_remembered_but_not_trusted() -> None:
         assert make(first, collator)[0].layout is layout
 
 
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-def test_copied_nbytes_of_arrays_are_the_bytes_of_the_batch(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One copy per byte, in both modes; a custom collation costs two."""
-    monkeypatch.setattr(collate, "DIRECT_NBYTES", threshold)
+@all_modes
+def test_copied_nbytes_of_arrays_are_the_bytes_of_the_batch() -> None:
+    """One copy per byte, in every mode; a custom collation costs two."""
     samples = [(np.ones((3, 4), np.float32), torch.ones(5), row) for row in range(6)]
     assert make(samples)[0].copied_nbytes == 6 * (48 + 20 + 8)
     assert make(samples, slot_nbytes=0)[0].copied_nbytes == 6 * (48 + 20 + 8)

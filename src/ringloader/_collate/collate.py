@@ -16,7 +16,7 @@ import numpy as np
 
 from ringloader._collate.collated import Collated, make_layout, pack_inline
 from ringloader._collate.columns import LEAF_NODE, VALUE_NODE, Asker, find_runs, gather, gather_run
-from ringloader._collate.direct import DirectRows, direct_rows, row_nbytes
+from ringloader._collate.direct import DirectRows, direct_rows, is_large
 from ringloader._collate.leaves import Inline, Outcome, Source, Subtree
 from ringloader._collate.padding import Padding
 from ringloader._collate.results import walk_batch
@@ -402,5 +402,4 @@ def signature_of(outcomes: list[Outcome]) -> tuple[int, ...] | None:
 
 
 def _is_large(value: Any) -> bool:
-    nbytes = value.nbytes if type(value) is np.ndarray else row_nbytes(value)
-    return nbytes > 0 and nbytes >= DIRECT_NBYTES
+    return is_large(value, DIRECT_NBYTES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringloader._collate.containers import CONTAINERS, Rule, name_of, rule_of
-from ringloader._collate.leaves import ArrayRows, ArrayRun, Inline, Outcome, Source, Subtree, WholeArray, Written
+from ringloader._collate.leaves import ArrayRows, Inline, Outcome, RowsOf, Run, Source, Subtree, WholeArray, Written
 from ringloader._collate.structure import ADVICE, Keys, Leaf, describe
 from ringloader._core import dtypes
 from ringloader._core.layout import ALIGNMENT, Kind, Node, leaf_type
@@ -81,34 +82,47 @@ def gather(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker, strict: 
     return _irregular(values, leaf, keys, asker)
 
 
-def gather_run(columns: Sequence[Sequence[np.ndarray]]) -> list[Source] | None:
+def gather_run(columns: Sequence[Sequence[Any]]) -> list[Source] | None:
     """Return what becomes of leaves that were a run in an earlier batch; None where first rows say that they are none in this
     one. `Source.write` may raise later, as for any leaf."""
     first = columns[0][0]
+    kind = _run_kind(first)
     # Rows behind the first ones are looked at where they are joined.
-    if any(type(column[0]) is not np.ndarray for column in columns):
+    if kind is None or any(type(column[0]) is not kind[0] or _dtype_and_shape(column[0]) != kind[1:] for column in columns):
         return None
-    dtype = dtypes.name_of(first.dtype)
+    is_array = type(first) is np.ndarray
+    dtype = dtypes.name_of(first.dtype) if is_array else _tensors().dtype_name(first.dtype)
+    rows_of: RowsOf = ArrayRows if is_array else _tensors().TensorRows
+    if dtype is None:
+        return None
     shape = (len(columns[0]), *first.shape)
-    if dtype is None or any(column[0].shape != first.shape or column[0].dtype != first.dtype for column in columns):
-        return None
     if not first.nbytes or first.nbytes * shape[0] % ALIGNMENT:
-        return [ArrayRows(column, dtype, cast=False) for column in columns]  # there are gaps between them
+        return [rows_of(column, dtype, False) for column in columns]  # there are gaps between them
     leaf = leaf_type("tensor", dtype, len(shape))
-    return [ArrayRun(columns, leaf, shape), *(Written(leaf, shape) for _ in columns[1:])]
+    return [Run(columns, leaf, shape, rows_of), *(Written(leaf, shape) for _ in columns[1:])]
 
 
 def find_runs(flat: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """Return which leaves of a sample, first and one behind the last, are arrays with dimensions of one dtype and shape."""
+    """Return which leaves of a sample, first and one behind the last, are arrays or tensors of one dtype and shape."""
     runs = []
     first = 0
-    kinds = [(value.dtype, value.shape) if type(value) is np.ndarray and value.ndim else None for value in flat]
-    for kind, group in itertools.groupby(kinds):
+    for kind, group in itertools.groupby(map(_run_kind, flat)):
         end = first + len(list(group))
         if kind is not None and end - first >= _LEAST_RUN:
             runs.append((first, end))
         first = end
     return tuple(runs)
+
+
+def _run_kind(value: Any) -> tuple[type, Any, Any] | None:
+    """What leaves of a run have in common: type, dtype and shape; None for a value that is in none."""
+    kind = type(value)
+    if kind is not np.ndarray and (rule_of(kind) is not Rule.TENSOR or not _tensors().is_joined(value)):
+        return None
+    return (kind, *_dtype_and_shape(value)) if value.ndim else None
+
+
+_dtype_and_shape = operator.attrgetter("dtype", "shape")
 
 
 def _check_plain(values: Sequence[Any], leaf: Leaf, keys: Keys) -> None:
@@ -152,14 +166,12 @@ def _tensor_rows(values: Sequence[Any], kinds: set[type], leaf: Leaf, keys: Keys
         for row, value in enumerate(values):
             if value.shape != values[0].shape:
                 raise refuse_shape(leaf.path, keys, row, values[0].shape, value.shape)
-    names = tensors.dtype_names(values)
-    if len(names) > 1 and not strict:
-        return _tensor_rows(values, kinds, leaf, keys, asker, strict=True)
+    names = tensors.dtype_names(values if strict else values[:1])
     common = tensors.promote_all(names) if len(names) > 1 else names[0]
     if common is None:
         raise refuse_dtypes(leaf.path, keys, names, [tensors.dtype_name(value.dtype) for value in values])
     _check_output(common, leaf.path, keys, asker)
-    source: Source = tensors.TensorRows(values, common)
+    source: Source = tensors.TensorRows(values, common, cast=len(names) > 1)
     return source
 
 

@@ -81,13 +81,14 @@ def direct_rows(first: Any, leaf: LeafType, shape: tuple[int, ...], slot: np.nda
     return DirectRows(out, leaf, offset, tensors.try_as_array, len(slot))
 
 
-def row_nbytes(value: Any) -> int:
-    """Return the size of a value that can be a row of its own, 0 for any other."""
+def is_large(value: Any, least_nbytes: int) -> bool:
+    """Return whether a value can be a row of its own, of so many bytes at least."""
     rule = rule_of(type(value))
     if rule is Rule.ARRAY:
-        return int(value.nbytes)
-    if rule is not Rule.TENSOR:
-        return 0
+        return bool(value.nbytes and value.nbytes >= least_nbytes)
+    # Of most tensors a look at their size tells, which costs a tenth of the others.
+    if rule is not Rule.TENSOR or value.numel() * value.itemsize < max(1, least_nbytes):
+        return False
     from ringloader._collate import tensors
 
-    return int(value.nbytes) if tensors.is_plain(value) else 0
+    return tensors.is_plain(value)

@@ -24,24 +24,138 @@
 
 /* -- rows of samples -------------------------------------------------------------------------------------------------------- */
 
+/* A tensor as DLPack describes it, and the table by which torch does so without Python. Source: DLPack 1.3, C API. */
+typedef struct {
+    char *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    const int64_t *shape, *strides;
+    uint64_t offset;
+} DLTensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *older, *allocate, *take, *give;
+    int (*describe)(PyObject *, DLTensor *);
+    void *stream;
+} DLExchange;
+
+enum { DL_MAJOR = 1, DL_CPU = 1, DL_COMPLEX = 5 };
+
+static PyTypeObject *tensor_type; /* NULL until `know_tensors` */
+static const DLExchange *exchange;
+static PyObject *grad_name, *neg_name, *conj_name, *place_name;
+
 /* One leaf of a batch: its rows, what all of them have to be like, and where they go. */
 typedef struct {
     PyObject **rows;
-    PyArrayObject *first;
+    DLTensor first; /* of tensors */
     size_t row_nbytes;
     char *target;
     const char **sources; /* NULL once a row was met that is not like the first */
 } Column;
 
+/* Each of these returns 0, without an exception, for a row that is to be left to numpy or torch. */
+
 static int
-is_like(PyObject *row, PyArrayObject *first)
+measure_array(PyObject *row, size_t *nbytes)
 {
-    PyArrayObject *array = (PyArrayObject *)row;
-    if (!PyArray_CheckExact(row) || !PyArray_IS_C_CONTIGUOUS(array) || !PyArray_SAMESHAPE(array, first)) {
+    if (!PyTypeNum_ISNUMBER(PyArray_TYPE((PyArrayObject *)row))) {
         return 0;
     }
+    *nbytes = (size_t)PyArray_NBYTES((PyArrayObject *)row);
+    return 1;
+}
+
+static const char *
+find_array(PyObject *row, PyObject *other)
+{
+    PyArrayObject *array = (PyArrayObject *)row, *first = (PyArrayObject *)other;
+    if (!PyArray_CheckExact(row) || !PyArray_IS_C_CONTIGUOUS(array) || !PyArray_SAMESHAPE(array, first)) {
+        return NULL;
+    }
     /* Arrays nearly always share the object for their dtype; those that were unpickled may have one each. */
-    return PyArray_DESCR(array) == PyArray_DESCR(first) || PyArray_EquivArrTypes(array, first);
+    if (PyArray_DESCR(array) != PyArray_DESCR(first) && !PyArray_EquivArrTypes(array, first)) {
+        return NULL;
+    }
+    return PyArray_BYTES(array);
+}
+
+static int
+describe_tensor(PyObject *row, DLTensor *tensor)
+{
+    if (Py_TYPE(row) != tensor_type || exchange->describe(row, tensor) != 0) {
+        PyErr_Clear(); /* sparse, nested, quantized: torch finds the words */
+        return 0;
+    }
+    return tensor->device.type == DL_CPU;
+}
+
+static int
+measure_tensor(PyObject *row, DLTensor *tensor, size_t *nbytes)
+{
+    if (!describe_tensor(row, tensor) || tensor->dtype.bits % 8 || tensor->dtype.lanes != 1) {
+        return 0;
+    }
+    *nbytes = tensor->dtype.bits / 8;
+    for (int32_t axis = 0; axis < tensor->ndim; axis++) {
+        *nbytes *= (size_t)tensor->shape[axis];
+    }
+    return 1;
+}
+
+static int
+lies_in_one_piece(const DLTensor *tensor)
+{
+    int64_t expected = 1;
+    for (int32_t axis = tensor->ndim - 1; axis >= 0 && tensor->strides != NULL; axis--) {
+        if (tensor->shape[axis] != 1 && tensor->strides[axis] != expected) {
+            return 0;
+        }
+        expected *= tensor->shape[axis];
+    }
+    return 1;
+}
+
+/* What a tensor is marked with, as DLPack does not say it; unknown counts as marked. */
+static int
+is_marked(PyObject *row, PyObject *name, int is_method)
+{
+    PyObject *found = is_method ? PyObject_CallMethodNoArgs(row, name) : PyObject_GetAttr(row, name);
+    int is_plain = found == Py_False;
+    Py_XDECREF(found);
+    PyErr_Clear();
+    return !is_plain;
+}
+
+static const char *
+find_tensor(PyObject *row, const Column *column)
+{
+    const DLTensor *first = &column->first;
+    DLTensor tensor;
+    if (!describe_tensor(row, &tensor) || tensor.ndim != first->ndim ||
+        memcmp(&tensor.dtype, &first->dtype, sizeof(tensor.dtype)) != 0 ||
+        memcmp(tensor.shape, first->shape, sizeof(int64_t) * (size_t)tensor.ndim) != 0) {
+        return NULL;
+    }
+    if (!column->row_nbytes) {
+        return ""; /* without bytes there may be no address, and strides are any */
+    }
+    if (!lies_in_one_piece(&tensor)) {
+        return NULL;
+    }
+    /* Numbers whose sign is still to be changed are the imaginary parts of others: two of them never lie side by side. */
+    if (is_marked(row, grad_name, 0) || (first->dtype.code == DL_COMPLEX && is_marked(row, conj_name, 1)) ||
+        ((first->dtype.code == DL_COMPLEX || column->row_nbytes * 8 <= first->dtype.bits) && is_marked(row, neg_name, 1))) {
+        return NULL;
+    }
+    return tensor.data + tensor.offset;
 }
 
 static void
@@ -68,15 +182,16 @@ find_rows(Column *columns, PyObject *given, PyObject *offsets, const Py_buffer *
         PyObject *rows = PyTuple_GET_ITEM(given, place);
         Column *column = &columns[place];
         size_t offset = PyLong_AsSize_t(PyTuple_GET_ITEM(offsets, place));
+        int is_array;
         if (PyErr_Occurred()) {
             return -1;
         }
         column->rows = PySequence_Fast_ITEMS(rows);
-        column->first = (PyArrayObject *)column->rows[0];
-        if (!PyArray_CheckExact(column->rows[0]) || !PyTypeNum_ISNUMBER(PyArray_TYPE(column->first))) {
-            continue; /* only numpy knows how to copy these */
+        is_array = PyArray_CheckExact(column->rows[0]);
+        if (!(is_array ? measure_array(column->rows[0], &column->row_nbytes)
+                       : measure_tensor(column->rows[0], &column->first, &column->row_nbytes))) {
+            continue;
         }
-        column->row_nbytes = (size_t)PyArray_NBYTES(column->first);
         if (offset > (size_t)slot->len || (column->row_nbytes &&
                                            (size_t)num_rows > ((size_t)slot->len - offset) / column->row_nbytes)) {
             PyErr_Format(PyExc_ValueError, "leaf %zd does not fit", place);
@@ -85,11 +200,13 @@ find_rows(Column *columns, PyObject *given, PyObject *offsets, const Py_buffer *
         column->target = (char *)slot->buf + offset;
         column->sources = sources + place * num_rows;
         for (Py_ssize_t row = 0; row < num_rows; row++) {
-            if (!is_like(column->rows[row], column->first)) {
+            const char *source = is_array ? find_array(column->rows[row], column->rows[0])
+                                          : find_tensor(column->rows[row], column);
+            if (source == NULL) {
                 column->sources = NULL;
                 break;
             }
-            column->sources[row] = PyArray_BYTES((PyArrayObject *)column->rows[row]);
+            column->sources[row] = source;
         }
         total += column->sources == NULL ? 0 : (size_t)num_rows * column->row_nbytes;
     }
@@ -139,9 +256,9 @@ check_columns(PyObject *given, PyObject *offsets)
 }
 
 PyDoc_STRVAR(join_doc, "join(columns, slot, offsets, /)\n--\n\n"
-"Copy rows, arrays each, one behind the other into `slot`, a writable buffer, those of a column from its offset on, in bytes.\n\n"
+"Copy rows, arrays or tensors, one behind the other into `slot`, a writable buffer, those of a column from its offset on, in bytes.\n\n"
 "`columns`: a tuple of lists or tuples of one length. Returns the places of the columns that were left out, as their rows are\n"
-"not all contiguous arrays of numbers with shape and dtype of the first. Raises ValueError for a column\n"
+"not all contiguous arrays, or plain tensors, of numbers with the shape and dtype of the first. Raises ValueError for a column\n"
 "that does not fit.");
 
 static PyObject *
@@ -354,7 +471,7 @@ copy_past_caches(char *target, const char *source, size_t nbytes)
 
 PyDoc_STRVAR(stream_doc, "stream(rows, place, row, /)\n--\n\n"
 "Copy a row to its place in `rows`, a writable buffer of rows of that size, with stores that go past the caches.\n\n"
-"Raises IndexError for a place that is not whole in `rows`, BufferError for a row that does not lie in one piece.");
+"Raises IndexError for a place that is not whole in `rows`, ValueError or BufferError for a row with strides.");
 
 static PyObject *
 stream(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
@@ -396,8 +513,6 @@ end:
 #endif
 
 /* -- samples ---------------------------------------------------------------------------------------------------------------- */
-
-static PyObject *place_name;
 
 PyDoc_STRVAR(fetch_doc, "fetch(dataset, keys, samples, info, words, sample_word, cancel_word, serial, /)\n--\n\n"
 "Append `dataset[key]` to the list `samples` for each of the list `keys` that it has none for yet.\n\n"
@@ -458,8 +573,27 @@ end:
     return result;
 }
 
+PyDoc_STRVAR(know_tensors_doc, "know_tensors(tensor_type, /)\n--\n\n"
+"Have `join` take tensors, from now on. Returns False where they do not describe themselves to C, before torch 2.10.");
+
+static PyObject *
+know_tensors(PyObject *module, PyObject *type)
+{
+    PyObject *capsule = PyType_Check(type) ? PyObject_GetAttrString(type, "__dlpack_c_exchange_api__") : NULL;
+    const DLExchange *found = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    PyErr_Clear();
+    Py_XDECREF(capsule); /* the table lives as long as the process */
+    if (found == NULL || found->major != DL_MAJOR || found->describe == NULL) {
+        Py_RETURN_FALSE;
+    }
+    exchange = found;
+    Py_XSETREF(tensor_type, (PyTypeObject *)Py_NewRef(type));
+    Py_RETURN_TRUE;
+}
+
 static PyMethodDef methods[] = {
     {"join", (PyCFunction)(void (*)(void))join, METH_FASTCALL, join_doc},
+    {"know_tensors", know_tensors, METH_O, know_tensors_doc},
     {"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, take_doc},
     {"fetch", (PyCFunction)(void (*)(void))fetch, METH_FASTCALL, fetch_doc},
 #ifdef __x86_64__
@@ -473,7 +607,10 @@ execute(PyObject *module)
 {
     import_array1(-1); /* refuses a numpy that this was not built for */
     place_name = PyUnicode_InternFromString("place");
-    return place_name == NULL ? -1 : 0;
+    grad_name = PyUnicode_InternFromString("requires_grad");
+    neg_name = PyUnicode_InternFromString("is_neg");
+    conj_name = PyUnicode_InternFromString("is_conj");
+    return place_name == NULL || grad_name == NULL || neg_name == NULL || conj_name == NULL ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {

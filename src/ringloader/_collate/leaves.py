@@ -7,6 +7,7 @@ not import torch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -20,10 +21,16 @@ _Casting = Literal["unsafe", "no"]
 
 
 class Source(Protocol):
-    """A leaf that is yet to be written: its type and final shape, and where its bytes come from."""
+    """A leaf that is yet to be written: its type and final shape, and where its bytes come from.
+
+    `joinable`: its rows, a list or tuple, where all that is to be done is to join them.
+    """
 
     leaf: LeafType
     shape: tuple[int, ...]
+
+    @property
+    def joinable(self) -> Sequence[Any] | None: ...
 
     def write(self, slot: np.ndarray, offset: int) -> None:
         """Write the bytes at `offset`. Raises ValueError, TypeError or RuntimeError where rows do not agree."""
@@ -58,18 +65,14 @@ Outcome = Source | Inline | Subtree
 class ArrayRows:
     """Arrays of one shape, joined along a new first dimension."""
 
-    __slots__ = ("_cast", "_rows", "leaf", "shape")
+    __slots__ = ("_cast", "_rows", "joinable", "leaf", "shape")
 
     def __init__(self, rows: Sequence[np.ndarray], dtype: str, cast: bool) -> None:
         self._rows = rows
         self._cast = cast
+        self.joinable = None if cast else rows
         self.shape = (len(rows), *rows[0].shape)
         self.leaf = leaf_type("tensor", dtype, len(self.shape))
-
-    @property
-    def joinable(self) -> Sequence[np.ndarray] | None:
-        """The rows, if they are to be joined as they are."""
-        return None if self._cast else self._rows
 
     def write(self, slot: np.ndarray, offset: int) -> None:
         casting: _Casting = "unsafe" if self._cast else "no"
@@ -97,26 +100,45 @@ def _join(
     np.concatenate(rows, 0, np.ndarray(joined, dtype, slot, offset), dtype=None, casting=casting)
 
 
-class ArrayRun:
+# Makes the rows of one leaf, given them, their dtype and whether they are to be cast.
+RowsOf = Callable[[Sequence[Any], str, bool], Source]
+
+
+class Run:
     """Leaves of one dtype and shape, which lie one behind the other: the rows of all of them are joined at once. Stands for the
     first; the others are `Written` with it."""
 
-    __slots__ = ("_rows", "leaf", "shape")
+    __slots__ = ("_columns", "_rows_of", "leaf", "shape")
+    joinable = None  # with others: it has more rows than they
 
-    def __init__(self, columns: Sequence[Sequence[np.ndarray]], leaf: LeafType, shape: tuple[int, ...]) -> None:
-        self._rows = list(itertools.chain.from_iterable(columns))
+    def __init__(self, columns: Sequence[Sequence[Any]], leaf: LeafType, shape: tuple[int, ...], rows_of: RowsOf) -> None:
+        self._columns = columns
+        self._rows_of = rows_of
         self.leaf = leaf
         self.shape = shape
 
     def write(self, slot: np.ndarray, offset: int) -> None:
-        if join is not None and not join((self._rows,), slot, (offset,)):
-            return
-        if set(map(type, self._rows)) != {np.ndarray}:
-            raise TypeError("rows differ in type")
-        _join(self._rows, "no", (len(self._rows), *self.shape[1:]), dtypes.storage_of(self.leaf.dtype), slot, offset)
+        rows = list(itertools.chain.from_iterable(self._columns))
+        if join is None:
+            self._check_types()
+            _join(rows, "no", (len(rows), *self.shape[1:]), dtypes.storage_of(self.leaf.dtype), slot, offset)
+        elif join((rows,), slot, (offset,)):
+            nbytes = dtypes.storage_of(self.leaf.dtype).itemsize * math.prod(self.shape)
+            for number, part in enumerate(self._parts()):
+                part.write(slot, offset + number * nbytes)
 
     def check(self) -> None:
-        ArrayRows(self._rows, self.leaf.dtype, cast=False).check()
+        for part in self._parts():
+            part.check()
+
+    def _parts(self) -> list[Source]:
+        self._check_types()
+        return [self._rows_of(column, self.leaf.dtype, False) for column in self._columns]
+
+    def _check_types(self) -> None:
+        kind = type(self._columns[0][0])
+        if any(set(map(type, column)) != {kind} for column in self._columns):
+            raise TypeError("rows differ in type")
 
 
 def write_all(sources: Sequence[Source], slot: np.ndarray, offsets: Sequence[int], sizes: Sequence[int]) -> None:
@@ -134,8 +156,7 @@ def _join_together(
     """Join the rows of all leaves at once, sample after sample; return the places of the leaves that are left."""
     joined, columns, left = [], [], []
     for place in places:
-        source = sources[place]
-        rows = source.joinable if type(source) is ArrayRows else None
+        rows = sources[place].joinable
         if rows is None:
             left.append(place)
         else:
@@ -150,6 +171,7 @@ class Written:
     """A leaf whose rows are in the slot already, or come there with those of another, where the layout wants them."""
 
     __slots__ = ("leaf", "shape")
+    joinable = None
 
     def __init__(self, leaf: LeafType, shape: tuple[int, ...]) -> None:
         self.leaf = leaf
@@ -166,6 +188,7 @@ class WholeArray:
     """One array with all rows of the leaf."""
 
     __slots__ = ("_array", "leaf", "shape")
+    joinable = None
 
     def __init__(self, array: np.ndarray, kind: str, dtype: str) -> None:
         self._array = array

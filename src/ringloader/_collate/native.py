@@ -21,7 +21,8 @@ def _load() -> Any:
 
 
 _kernels = _load()
-join = getattr(_kernels, "join", None)
-take = getattr(_kernels, "take", None)
-stream = getattr(_kernels, "stream", None)
-fetch = getattr(_kernels, "fetch", None)
+join: Any = getattr(_kernels, "join", None)
+know_tensors: Any = getattr(_kernels, "know_tensors", None)
+take: Any = getattr(_kernels, "take", None)
+stream: Any = getattr(_kernels, "stream", None)
+fetch: Any = getattr(_kernels, "fetch", None)

@@ -82,6 +82,7 @@ class PaddedRows:
     """Arrays of several lengths along one dimension, joined along a new first one."""
 
     __slots__ = ("_padding", "_rows", "_stored", "leaf", "lengths", "shape")
+    joinable = None
 
     def __init__(self, rows: Sequence[np.ndarray], dtype: str, padding: Padding, stored: Any) -> None:
         dim = padding.dim

@@ -24,6 +24,7 @@ class Unwritten:
     """A leaf that the dataset is going to write."""
 
     __slots__ = ("leaf", "shape")
+    joinable = None
 
     def __init__(self, spec: ArraySpec) -> None:
         self.leaf = leaf_type("tensor", spec.dtype, len(spec.shape))

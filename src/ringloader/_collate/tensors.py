@@ -17,6 +17,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ringloader._collate.containers import name_of
+from ringloader._collate.native import know_tensors
 from ringloader._collate.wrap import LeafPlan, plan_of, wrap_with
 from ringloader._core import dtypes
 from ringloader._core.layout import Layout, LeafType, Placement, leaf_type
@@ -115,6 +116,11 @@ def is_plain(value: torch.Tensor) -> bool:
     )
 
 
+def is_joined(value: torch.Tensor) -> bool:
+    """Return whether rows like this tensor are joined without torch."""
+    return are_joined and is_plain(value) and not dtypes.is_torch_only(_NAMES[value.dtype])
+
+
 def refusal(value: torch.Tensor) -> tuple[str, str] | None:
     """Return what a tensor is and what to do instead, if it cannot be carried; None if it can."""
     kind = type(value)
@@ -198,36 +204,53 @@ def stored_scalar(value: Any, dtype: str) -> Any:
     return as_array(stored)[0]
 
 
+# Rows are joined without torch, where it lets C see them.
+are_joined: bool = know_tensors is not None and know_tensors(torch.Tensor)
+
+
 class TensorRows:
-    """Tensors of one shape, stacked along a new first dimension."""
+    """Tensors of one shape, stacked along a new first dimension.
 
-    __slots__ = ("_rows", "leaf", "shape")
+    With `cast` to `dtype`; without, all have that of the first, which is looked at when they are written.
+    """
 
-    def __init__(self, rows: Sequence[torch.Tensor], dtype: str) -> None:
-        self._rows = list(rows)
+    __slots__ = ("_cast", "_rows", "joinable", "leaf", "shape")
+
+    def __init__(self, rows: Sequence[torch.Tensor], dtype: str, cast: bool) -> None:
+        self._rows = rows
+        self._cast = cast
+        self.joinable = rows if are_joined and not cast else None
         self.shape = (len(rows), *rows[0].shape)
         self.leaf: LeafType = leaf_type("tensor", dtype, len(self.shape))
 
     def write(self, slot: np.ndarray, offset: int) -> None:
         """Write all rows. Raises RuntimeError where torch finds that they do not agree."""
         rows = self._rows
+        self._check_dtypes()
         if rows[0].nbytes >= _LARGE_ROW_NBYTES and all(is_plain(row) and row.dtype is rows[0].dtype for row in rows):
             np.stack([as_array(row) for row in rows], out=_array_view(slot, offset, self.leaf.dtype, self.shape), casting="no")
             return
-        # torch compares shapes, layouts and devices itself; dtypes, which it would cast, were compared before.
-        torch.stack(rows, out=view(slot, offset, self.leaf.dtype, self.shape))
+        # torch compares shapes, layouts and devices itself, and would cast.
+        torch.stack(list(rows), out=view(slot, offset, self.leaf.dtype, self.shape))
 
     def check(self) -> None:
         """Raise what `write` would."""
         first = self._rows[0].shape
         if not all(row.shape == first and is_plain(row) for row in self._rows):
             raise RuntimeError("rows do not agree")
+        self._check_dtypes()
+
+    def _check_dtypes(self) -> None:
+        first = self._rows[0].dtype
+        if not self._cast and any(row.dtype is not first for row in self._rows):
+            raise RuntimeError("rows differ in dtype")
 
 
 class WholeTensor:
     """One tensor with all rows of the leaf; only what the view shows is written."""
 
     __slots__ = ("_tensor", "leaf", "shape")
+    joinable = None
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
