@@ -129,6 +129,9 @@ def _as_rows(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker) -> tup
 def _tensors_as_rows(values: Sequence[Any], leaf: Leaf, keys: Keys, asker: Asker) -> tuple[Sequence[np.ndarray], str]:
     from ringloader._collate import tensors
 
+    found = tensors.try_as_arrays(values)
+    if found is not None:
+        return found
     plain = [check_tensor(value, leaf.path, keys, row, asker) for row, value in enumerate(values)]
     names = tensors.dtype_names(plain)
     common = tensors.promote_all(names)

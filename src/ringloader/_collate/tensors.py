@@ -184,6 +184,20 @@ def try_as_array(value: Any, dtype: str) -> np.ndarray | None:
     return array
 
 
+def try_as_arrays(values: Sequence[Any]) -> tuple[list[np.ndarray], str] | None:
+    """Return plain tensors of one dtype that numpy has as arrays over their memory, and its name; None for any others."""
+    dtype = values[0].dtype
+    name = _NAMES[dtype]
+    if not dtypes.is_known(name) or dtypes.is_torch_only(name):
+        return None
+    if any(type(value) is not torch.Tensor or value.dtype is not dtype for value in values):
+        return None
+    try:
+        return [value.numpy() for value in values], name
+    except (RuntimeError, TypeError):
+        return None  # as in `try_as_array`
+
+
 def from_array(array: np.ndarray, dtype: str) -> torch.Tensor:
     """Return a tensor over the memory of an array that carries the bytes of `dtype`."""
     tensor = torch.from_numpy(array)
