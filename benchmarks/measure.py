@@ -36,14 +36,15 @@ _SHARED_NAMES = ("/dev/shm/", "/memfd:ringloader", "/torch_")
 class Job:
     """What to measure.
 
-    contender: a key of the tables below. seconds: the least time to count for. num_batches: per epoch, 0 = the workload's own.
+    contender: a key of the tables below. prefetch_factor: 0 = the loader's own default. seconds: the least time to count for.
+    num_batches: per epoch, 0 = the workload's own.
     """
 
     kind: str
     contender: str
     workload: str
     num_workers: int
-    prefetch_factor: int = 2
+    prefetch_factor: int = 0
     samples: str = "numpy"
     consume: str = "none"
     seconds: float = 1.5
@@ -134,7 +135,7 @@ def _ringloader(job: Job, workload: Workload, *, in_place: bool = False) -> Iter
         batch_size=workload.batch_size,
         shuffle=True,
         num_workers=job.num_workers,
-        prefetch_factor=job.prefetch_factor,
+        prefetch_factor=job.prefetch_factor or None,
         collate_fn=pad_collate() if workload.is_padded else None,
     ) as loader:
         yield loader
@@ -155,7 +156,7 @@ def _dataloader(job: Job, workload: Workload, start_method: str = "fork") -> Ite
         options = {
             "persistent_workers": True,
             "multiprocessing_context": start_method,
-            "prefetch_factor": job.prefetch_factor,
+            "prefetch_factor": job.prefetch_factor or None,
         }
     if workload.is_padded:
         options["collate_fn"] = pad_with_torch
@@ -181,7 +182,7 @@ class _SpdlEpochs:
         order = np.random.default_rng(0).permutation(self._num_samples).tolist()
         batches = [order[start : start + self._batch_size] for start in range(0, self._num_samples, self._batch_size)]
         builder = builder.add_source(batches).pipe(self._make_batch, concurrency=self._job.num_workers)
-        pipeline = builder.add_sink(self._job.prefetch_factor).build(num_threads=self._job.num_workers)
+        pipeline = builder.add_sink(self._job.prefetch_factor or 2).build(num_threads=self._job.num_workers)
         with pipeline.auto_stop():
             yield from pipeline
 

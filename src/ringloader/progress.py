@@ -62,6 +62,11 @@ class Progress:
         self.streams = self._take_up(num_streams) if num_streams else None
         self.source = self._make_source(rank)
 
+    @property
+    def is_planned(self) -> bool:
+        """The order is ours: nobody sees how far ahead it is read."""
+        return self._plan is not None
+
     def _make_source(self, rank: int) -> KeySource:
         source: KeySource
         if self.streams is not None:

@@ -123,6 +123,7 @@ class Simulation:
         streams = Streams(self.num_workers, num_kept=self.policy.num_in_flight) if self.rng.random() < 0.3 else None
         pull = None if streams is None else stream_puller(streams)
         session = Session(k, k, in_order=self.rng.random() < 0.7, streams=streams, pull=pull)
+        session.max_depth = self.rng.choice((0, 8)) if streams is None else 0
         self.core.open_session(session)
         consumer = SimConsumer(self, session, self.rng.randrange(1, 9))
         self.sessions.append(consumer)
@@ -358,7 +359,7 @@ class Simulation:
         else:
             if nbytes:
                 self.write(fill, ("batch", fill.session_id, fill.batch_id))
-            fetch_ns = self.rng.choice((10, 20_000, 10**9))  # some sessions are quick, for a while
+            fetch_ns = self.rng.choice((10, 20_000, 400_000, 10**9))  # some sessions are quick, for a while
             answer = msg.Filled(fill.serial, fill.generation, 0, b"", b"", b"", nbytes, nbytes, 1, fetch_ns, 10, 0)
         self.say(worker, answer)
         if worker.answering and self.rng.random() < self.death_rate * 0.2:
@@ -504,7 +505,7 @@ class SimConsumer:
         if self.session.streams is not None:
             self.pull_streams()
             return
-        target = self.session.num_delivered + 1 + self.sim.policy.num_in_flight
+        target = self.session.num_delivered + 1 + self.sim.core.num_ahead(self.session)
         while self.num_pulled < min(target, self.num_batches):
             keys = pack_keys([self.num_pulled * 2, self.num_pulled * 2 + 1], self.num_pulled * 2)
             batch_id = self.num_pulled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core.batch_keys import pack_keys
 from ringloader._core.scheduler import Scheduler
@@ -111,3 +112,82 @@ def test_worker_that_leaves_or_has_died_gets_no_quick_batches() -> None:
         submit(core, session, 1)
         setattr(core.workers.all[0], attribute, True)
         assert {worker_id for worker_id, _ in submit(core, session, 3)} == {1}
+
+
+def deep(core: Scheduler, took_ns: int, *, nbytes: int = 0, max_depth: int = 8) -> Session:
+    """A session that may have more batches in flight, and has had one made."""
+    session = opened(core, 0, took_ns)
+    session.max_depth = max_depth
+    session.slot_nbytes = nbytes
+    session.depth = core._depth_of(session)
+    return session
+
+
+def test_worker_holds_as_many_quick_batches_as_keep_it_busy() -> None:
+    """Two milliseconds, but never more than eight batches nor 16 MiB; those made before another could be woken are packed."""
+    for took_ns, nbytes, expected in (
+        (10**7, 0, 2),
+        (10**6, 0, 2),
+        (600_000, 0, 3),
+        (400_000, 0, 5),
+        (150_000, 0, 8),
+        (150_000, 4 << 20, 4),
+        (150_000, 40 << 20, 2),
+        (90_000, 0, 2),
+    ):
+        core = scheduler(3)
+        session = deep(core, took_ns, nbytes=nbytes)
+        assert session.depth == expected
+        assert core.num_ahead(session) == 3 * expected
+    core = scheduler(3)
+    got = submit(core, deep(core, 150_000, nbytes=0), 40)
+    assert Counter(worker_id for worker_id, _ in got) == {0: 8, 1: 8, 2: 8}
+
+
+def test_number_that_the_user_has_given_is_kept() -> None:
+    """However quick batches are."""
+    core = scheduler(3)
+    session = deep(core, 150_000, max_depth=0)
+    assert core.num_ahead(session) == 6
+    got = submit(core, session, 40)
+    assert Counter(worker_id for worker_id, _ in got) == {0: 2, 1: 2, 2: 2}
+
+
+def test_session_beside_another_holds_no_more_than_its_share() -> None:
+    """One with many batches on every worker would have the other wait for ever."""
+    core = scheduler(2)
+    quick = deep(core, 150_000)
+    got = submit(core, quick, 16)
+    assert len(got) == 16
+    other = opened(core, 1, SLOW_NS)
+    other.busy_ns = 0
+    assert core.num_ahead(quick) == 4
+    submit(core, quick, 8)
+    assert submit(core, other, 4) == []
+    given = []
+    for worker_id, fill in got:
+        core.receive(worker_id, 1, filled(fill, 150_000), 1.0)
+        given += [command.fill.session_id for command in fills(sent(core))]
+    assert given.count(1) >= 2
+    core.close_session(1)
+    assert core.num_ahead(quick) == 16
+
+
+def test_ring_that_was_refused_room_holds_no_more_than_its_share() -> None:
+    """What is there is enough for what the user has asked for, and others want memory too."""
+    core = scheduler(2)
+    session = deep(core, 150_000)
+    core.room.refused(ev.SegmentRefused(4096, "no room", configured=True))
+    ((worker_id, fill),) = submit(core, session, 1)
+    core.receive(worker_id, 1, filled(fill, 150_000), 1.0)
+    assert core.num_ahead(session) == 4
+
+
+def test_session_whose_batches_turn_slow_is_not_deep_for_long() -> None:
+    """One of ten milliseconds among many of 0.2 is enough."""
+    core = scheduler(1)
+    session = deep(core, 200_000)
+    make(core, session, [200_000] * 20)
+    assert core.num_ahead(session) == 8
+    make(core, session, [10**8])
+    assert core.num_ahead(session) == 2

@@ -73,10 +73,11 @@ def _heeds_interrupts() -> None:
 
 @pytest.fixture(autouse=True)
 def _spread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have batches spread over all workers however quick they are, as nearly all of them are here: a test with two workers is
-    to be one with two. Those marked `packed` are about the difference."""
+    """Have batches spread over all workers however quick they are, as nearly all of them are here, and no more of them made
+    ahead: a test with two workers is to be one with two. Those marked `packed` are about the difference."""
     if request.node.get_closest_marker("packed") is None:
         monkeypatch.setattr(scheduler, "_WAKE_NS", 0)
+        monkeypatch.setattr(scheduler, "_AHEAD_NS", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -111,3 +111,36 @@ def test_two_iterators_over_quick_batches_are_both_right() -> None:
         first, second = iter(loader), iter(loader)
         found = [(next(first)[1].tolist(), next(second)[1].tolist()) for _ in range(100)]
     assert [list(epoch) for epoch in zip(*found, strict=True)] == whole
+
+
+@pytest.mark.parametrize(("given", "is_ours"), [(None, True), (2, True), (None, False)])
+def test_more_quick_batches_are_made_ahead_unless_it_shows(
+    given: int | None, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an order of our own and no number from the user; the batches are the same, the ring larger."""
+    monkeypatch.setattr(scheduler, "_WAKE_NS", 0)
+    monkeypatch.setattr(scheduler, "_AHEAD_NS", 10**12)  # also where this machine is slow
+    spec = FactorySpec(Numbers, 4000)
+    sampler = None if is_ours else list(range(4000))
+    with Loader(spec, batch_size=4, num_workers=2, prefetch_factor=given, sampler=sampler, output="numpy") as loader:
+        for _ in range(2):
+            assert [i for _, indices in loader for i in indices.tolist()] == list(range(4000))
+        assert loader.prefetch_factor == 2
+        is_deeper = given is None and is_ours
+        assert (loader.stats().num_slots >= 2 * 8) == is_deeper
+        assert loader.stats().num_slots <= 2 * 8 + 2
+
+
+def test_ring_with_little_room_is_enough_for_quick_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more is made ahead where the ring may not grow; every batch comes, and nobody is told of a ring that is full."""
+    monkeypatch.setattr(scheduler, "_WAKE_NS", 0)
+    monkeypatch.setattr(scheduler, "_AHEAD_NS", 10**12)
+    spec = FactorySpec(Numbers, 2000, 4096)
+    room = 7 * (4 * 4096 * 4 + 8192)
+    with Loader(spec, batch_size=4, num_workers=2, max_ring_bytes=room, output="numpy") as loader:
+        for _ in range(2):
+            assert [i for _, indices in loader for i in indices.tolist()] == list(range(2000))
+        assert loader.stats().ring_nbytes <= room
+        engine = loader._engine
+        assert engine is not None
+        assert engine.scheduler.room.num_refused

@@ -26,6 +26,7 @@ class Room:
     def __init__(self, outbox: deque[ev.Command], num_used: int) -> None:
         self.slots = Slots()
         self.refusal: ev.SegmentRefused | None = None
+        self.num_refused = 0
         self.num_revoked = 0
         self._outbox = outbox
         self._num_wanted = num_used + LEAST_SLOTS
@@ -50,6 +51,7 @@ class Room:
     def refused(self, event: ev.SegmentRefused) -> None:
         """There is no room; a request with headroom is made once more without."""
         self._growing, self.refusal = False, event
+        self.num_refused += 1
         if event.slot_nbytes > align_slot(self._asked_nbytes):
             self._grow(self._asked_nbytes, exact=True)
 
@@ -109,14 +111,17 @@ class Room:
                 self.slots.apply(slot, SlotEvent.RETURN)
         self._give_back()
 
-    def want(self, session: Session, batch: Batch, need: int) -> bool:
-        """No free slot is large enough; True when one was found after all and the batch can be tried again."""
+    def want(self, session: Session, batch: Batch, need: int, num_more: int = 0) -> bool:
+        """No free slot is large enough; True when one was found after all and the batch can be tried again.
+
+        `num_more`: slots that will be used beyond what the policy says.
+        """
         if self._growing:
             return False
         # A refusal stands for everything at least as large, until something is given back.
         if self.refusal is None or need < self._asked_nbytes or self.slots.retire_unfit(need):
             self._give_back()
-            self._grow(need)
+            self._grow(need, num_more=num_more)
             return False
         if batch is not session.oldest():
             return False
@@ -152,8 +157,8 @@ class Room:
         session.starved = True
         return False
 
-    def _grow(self, need: int, *, exact: bool = False, forced: bool = False) -> None:
-        slot_nbytes, num_slots = self.slots.growth(need, self._num_wanted, exact=exact or forced)
+    def _grow(self, need: int, *, exact: bool = False, forced: bool = False, num_more: int = 0) -> None:
+        slot_nbytes, num_slots = self.slots.growth(need, self._num_wanted + num_more, exact=exact or forced)
         fits = any(slot.capacity >= need for slot in self.slots.by_id.values())
         least = 1 if forced or fits else LEAST_SLOTS
         self._growing, self._is_forced, self._asked_nbytes = True, forced, need

@@ -33,6 +33,11 @@ from ringloader.errors import InternalError
 
 # What it takes to wake a worker, and to have it share a core with others.
 _WAKE_NS = 100_000
+# Batches that take more than this are prefetched as many as the user says. Of quicker ones a worker holds as many as keep it
+# busy for so long: the training process, which is woken for each, then finds several at once.
+_AHEAD_NS = 2_000_000
+# But not more than the caches hold, beside what the others make.
+_AHEAD_NBYTES = 16 << 20
 # Quick batches on one worker at a time. Should they turn slow, so many are made one after the other.
 _MAX_QUICK_FILLS = 4
 
@@ -273,6 +278,7 @@ class Scheduler:
             session.streams.made(batch.stream, batch.number)
         self.slots.learn(message.nbytes)
         session.took(message.fetch_ns + message.collate_ns)
+        session.depth = self._depth_of(session)
         self.num_retried += message.num_retried
         session.ready(batch, message)
 
@@ -379,7 +385,8 @@ class Scheduler:
         if slot is None:
             if session.is_early:
                 return False
-            return self._revoke_early() or self.room.want(session, batch, need)
+            num_more = self.num_ahead(session) - self.policy.num_in_flight
+            return self._revoke_early() or self.room.want(session, batch, need, num_more)
         session.starved = False
         self._issue(session, batch, worker, slot)
         return True
@@ -410,7 +417,23 @@ class Scheduler:
             # more processes than cores, each hinders the others more than it helps.
             max_fills = min(max(_WAKE_NS // session.usual_ns, 2), _MAX_QUICK_FILLS)
             return self.workers.choose_quick(session.session_id, max_fills)
-        return self.workers.least_loaded()
+        return self.workers.least_loaded(self._limit(session))
+
+    def _depth_of(self, session: Session) -> int:
+        """What a worker may hold of a session."""
+        least, usual_ns = self.policy.prefetch_factor, session.usual_ns
+        if session.max_depth <= least or usual_ns * least >= _AHEAD_NS or usual_ns < _WAKE_NS or self.room.num_refused:
+            return least
+        most = _AHEAD_NBYTES // max(1, session.slot_nbytes or 0)
+        return max(least, min(session.max_depth, _AHEAD_NS // usual_ns, most))
+
+    def _limit(self, session: Session) -> int:
+        # Beside others, a session with many batches on every worker would have them wait for ever.
+        return session.depth if session.depth and len(self.sessions) == 1 else self.policy.prefetch_factor
+
+    def num_ahead(self, session: Session) -> int:
+        """Batches of a session that may be pulled and not yet handed over."""
+        return self.policy.num_workers * self._limit(session)
 
     def _stream_worker(self, session: Session) -> tuple[Batch, Worker | None]:
         """The oldest batch whose worker can take it: each stream has one, and is not held up by others."""

@@ -121,6 +121,8 @@ class Session:
         self.has_collected = False  # garbage was collected for want of a slot
         self.starved = False  # the oldest missing batch cannot get a slot before the user lets one go
         self.busy_ns = 0
+        self.max_depth = 0  # what a worker may hold of it where its batches are quick, if more than it holds by policy
+        self.depth = 0  # what it may hold at present; 0: as the policy says
         self.usual_ns = 0  # what a batch takes a worker, a mean of which the last few weigh most; 0: not known yet
         self.skipped = BadSamples()
         self._sizes: deque[int] = deque(maxlen=_RECENT_BATCHES)

@@ -103,11 +103,11 @@ class Workers:
         self.successors.clear()
         self.retiring.clear()
 
-    def least_loaded(self) -> Worker | None:
-        """The running worker with the fewest Fills and room for one more."""
+    def least_loaded(self, max_fills: int) -> Worker | None:
+        """The running worker with the fewest Fills, less than `max_fills`."""
         best: Worker | None = None
         for worker in self.all:
-            if worker.is_available(self.policy.prefetch_factor) and (best is None or len(worker.fills) < len(best.fills)):
+            if worker.is_available(max_fills) and (best is None or len(worker.fills) < len(best.fills)):
                 best = worker
         return best
 
@@ -128,7 +128,7 @@ class Workers:
             num_left -= 1
             if not num_left:
                 return best
-        return best or self.least_loaded()
+        return best or self.least_loaded(self.policy.prefetch_factor)
 
     def start(self, worker: Worker, now_s: float) -> int:
         """Begin the next incarnation; return its number."""

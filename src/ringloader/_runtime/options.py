@@ -23,6 +23,8 @@ logger = logging.getLogger("ringloader")
 BACKENDS = ("auto", "process", "thread")
 OUTPUTS = ("torch", "numpy")
 SEED_UNITS = ("batch", "sample")
+# Where the user has not said how many: more do not make quick batches come quicker.
+_MAX_PREFETCH = 8
 # Slots that copies to a device may still be reading while the next batches are made.
 _NUM_COPIED = 2
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -54,6 +56,7 @@ class Options:
     worker_init_fn: Any
     output: str
     max_ring_bytes: int
+    max_prefetch: int  # no option: what `prefetch_factor` may become where batches are quick
 
     @property
     def policy(self) -> PoolPolicy:
@@ -74,6 +77,7 @@ def check(given: dict[str, Any]) -> Options:
     _check_sampling(options)
     _fill_in(options, "num_workers", 0)
     check_count("num_workers", options["num_workers"], least=0)
+    options["max_prefetch"] = _MAX_PREFETCH if options["prefetch_factor"] is None else 0
     _fill_in(options, "prefetch_factor", 2)
     check_count("prefetch_factor", options["prefetch_factor"], least=1)
     _fill_in(options, "persistent_workers", True)
