@@ -162,6 +162,7 @@ class TokenWindows(Dataset):
         tokens = self._contiguous()
         if take is not None and all(_holds_rows(each, tokens.dtype, (len(places), self._window)) for each in out):
             itemsize = tokens.itemsize
+            places = np.ascontiguousarray(places)
             take(tokens, self._stride * itemsize, self._window * itemsize, places, (inputs, targets), (0, itemsize))
         else:
             self._write_in_steps(tokens, places * self._stride, inputs, targets)

@@ -68,6 +68,20 @@ class Outer:
     name: Any
 
 
+class SubTensor(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class AlmostArray:
+    """What numpy would take for an array."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.arange(3)
+
+    def __len__(self) -> int:
+        return 3
+
+
 @pytest.fixture(params=THRESHOLDS, ids=["direct", "gather", "gather in Python"])
 def _threshold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     threshold, is_compiled = request.param
@@ -507,6 +521,38 @@ def test_one_of_many_leaves_that_differs_is_named(slot_nbytes: int) -> None:
     _change(samples, 7, "f2", lambda row: row.reshape(4, 1))
     with pytest.raises(LayoutError, match=r"\['f2'\] has shape \[4, 1\]"):
         make(samples, slot_nbytes=slot_nbytes)
+
+
+@all_modes
+@pytest.mark.parametrize("shape", [(3,), (16,), (0,)], ids=["gaps", "no gaps", "empty"])
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize(
+    "odd", [None, "text", [7, 8, 9], (7, 8, 9), range(3), 1.5, SubTensor(), AlmostArray()], ids=lambda odd: type(odd).__name__
+)
+def test_run_of_leaves_with_a_row_of_another_type_is_refused(convert: Any, shape: tuple[int, ...], odd: Any) -> None:
+    """Of one leaf, in one row: with the path, and the keys of the samples; and the next batch is as it should be."""
+    collator = Collator()
+
+    def samples() -> list[dict[str, Any]]:
+        return [{name: convert(np.full(shape, row)) for name in "abcd"} for row in range(3)]
+
+    expected = torch_collate(samples())
+    for row in (1, 2):
+        assert_same(collated(samples(), collator=collator), expected)
+        changed = samples()
+        changed[row]["b"] = odd
+        with pytest.raises(LayoutError, match=r"sample\['b'\]") as caught:
+            make(changed, collator)
+        assert 100 + row in caught.value.samples
+    assert_same(collated(samples(), collator=collator), expected)
+
+
+def test_first_row_that_cannot_be_asked_for_its_size_is_refused_by_name() -> None:
+    """Its type is looked at before anything else."""
+    batch = [torch.nn.parameter.UninitializedParameter()] * 2
+    for slot_nbytes in (SLOT_NBYTES, 0):
+        with pytest.raises(LayoutError, match="subclass"):
+            make(batch, slot_nbytes=slot_nbytes)
 
 
 def test_small_last_batch_leaves_the_others_as_they_were() -> None:

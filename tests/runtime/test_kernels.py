@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
-from ringloader import FactorySpec, Loader, TokenWindows
+from ringloader import ClosedError, FactorySpec, Loader, TokenWindows
 from ringloader._collate import native, tensors
 from tests.runtime.sample_datasets import KernelSamples
 
@@ -112,6 +114,7 @@ def _odd_rows() -> dict[str, list[Any]]:
         "an imaginary part": [tensor[0], torch.imag(halves[0, :4].conj())],
         "an imaginary part of one number": [tensor[0, :1], torch.imag(halves[0, :1].conj())],
         "an imaginary part without dimensions": [tensor[0, 0], torch.imag(halves[0, 1].conj())],
+        "imaginary parts side by side": [tensor[0], torch.imag(halves[0].conj()).as_strided((4,), (1,))],
         "sparse": [tensor[0], tensor[0].to_sparse()],
         "a first row that is sparse": [tensor[0].to_sparse(), tensor[0]],
         "on no device": [tensor[0], tensor[0].to("meta")],
@@ -176,6 +179,44 @@ def test_join_refuses_what_is_no_batch(arguments: tuple[Any, ...]) -> None:
     """With an exception, not with a crash."""
     with pytest.raises((TypeError, ValueError, BufferError)):
         native.join(*arguments)
+
+
+class _Mode(TorchFunctionMode):
+    """Runs code whenever something is asked of a tensor, as `torch.set_default_device` does."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        super().__init__()
+        self._body = body
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._body()
+        return func(*args, **(kwargs or {}))
+
+
+@with_tensors
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError, SystemExit])
+def test_join_passes_on_what_a_signal_raises(kind: type[BaseException]) -> None:
+    """A handler may run while a tensor is looked at: its exception is not the tensor's."""
+
+    def interrupt() -> None:
+        raise kind
+
+    rows = [torch.arange(4)] * 3
+    with _Mode(interrupt), pytest.raises(kind):
+        native.join((rows,), _slot(256), (0,))
+    assert native.join((rows,), _slot(256), (0,)) == []
+
+
+@with_tensors
+def test_join_of_rows_that_are_taken_away_meanwhile() -> None:
+    """By code that runs while a tensor is looked at: what was given is what is written."""
+    rows = [torch.arange(4) + number for number in range(50)]
+    expected = torch.stack(rows).numpy().tobytes()
+    slot = _slot(len(expected))
+    with _Mode(rows.clear):
+        assert native.join((rows,), slot, (0,)) == []
+    assert slot.tobytes() == expected
+    assert rows == []
 
 
 @with_tensors
@@ -291,6 +332,13 @@ def test_windows_in_another_dtype_or_with_strides_are_as_ever(dtype: str, num_wo
                 assert str(inputs.dtype) == f"torch.{dtype if kind is TokenWindows else 'int64'}"
 
 
+def test_windows_at_places_that_do_not_lie_side_by_side() -> None:
+    """Of an array of indices that is a view with strides."""
+    out = np.zeros((2, 3, 5), np.int64)
+    TokenWindows(np.arange(100), 5, 3).write_batch(np.arange(20)[::7], list(out))
+    assert out[:, :, 0].tolist() == [[0, 21, 42], [1, 22, 43]]
+
+
 # -- stream
 
 
@@ -376,6 +424,46 @@ def test_fetch_stops_where_it_is_cancelled_or_fails() -> None:
     assert str(found) == "raise"
     assert samples == [[1]]
     assert seen[-1] == (1, 1, "raise")
+
+
+@built
+def test_fetch_holds_the_page_for_no_longer_than_a_look() -> None:
+    """Its owner may close it while a sample is read; then there is nothing to write to."""
+    words = memoryview(bytearray(128)).cast("q")
+
+    class Closing:
+        def __getitem__(self, key: Any) -> Any:
+            words.release()
+            return key
+
+    samples: list[Any] = []
+    with pytest.raises(ValueError, match="released"):
+        native.fetch(Closing(), [1, 2], samples, _Info(), words, 1, 8, 77)
+    assert samples == [1]
+
+
+@pytest.mark.parametrize("place", [0, 1, 5])
+def test_loader_closed_while_a_sample_is_read_inline(place: int) -> None:
+    """By the dataset itself, or a handler of a signal: all that it holds is given back."""
+    loaders: list[Loader] = []
+    closed: list[int] = []
+
+    class Closing:
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> Any:
+            if index == place and loaders:
+                loaders.pop().close()
+                closed.append(index)
+            return np.arange(4)
+
+    loader = Loader(Closing(), batch_size=8)
+    loaders.append(loader)
+    with pytest.raises(ClosedError):
+        list(loader)
+    assert closed == [place]
+    loader.close()
 
 
 @built

@@ -4,8 +4,9 @@ pyproject.toml cannot say it: that is known only where numpy was installed for t
 """
 
 import os
+import shlex
 
 import numpy
 from setuptools.build_meta import *  # noqa: F403
 
-os.environ["CPPFLAGS"] = f"{os.environ.get('CPPFLAGS', '')} -I{numpy.get_include()}"
+os.environ["CPPFLAGS"] = f"{os.environ.get('CPPFLAGS', '')} {shlex.quote(f'-I{numpy.get_include()}')}"

@@ -97,7 +97,9 @@ def gather_run(columns: Sequence[Sequence[Any]]) -> list[Source] | None:
         return None
     shape = (len(columns[0]), *first.shape)
     if not first.nbytes or first.nbytes * shape[0] % ALIGNMENT:
-        return [rows_of(column, dtype, False) for column in columns]  # there are gaps between them
+        # There are gaps between them: each is a leaf of its own.
+        is_one = all(set(map(type, column)) == {kind[0]} for column in columns)
+        return [rows_of(column, dtype, False) for column in columns] if is_one else None
     leaf = leaf_type("tensor", dtype, len(shape))
     return [Run(columns, leaf, shape, rows_of), *(Written(leaf, shape) for _ in columns[1:])]
 

@@ -86,9 +86,8 @@ def is_large(value: Any, least_nbytes: int) -> bool:
     rule = rule_of(type(value))
     if rule is Rule.ARRAY:
         return bool(value.nbytes and value.nbytes >= least_nbytes)
-    # Of most tensors a look at their size tells, which costs a tenth of the others.
-    if rule is not Rule.TENSOR or value.numel() * value.itemsize < max(1, least_nbytes):
+    if rule is not Rule.TENSOR:
         return False
     from ringloader._collate import tensors
 
-    return tensors.is_plain(value)
+    return tensors.is_large(value, least_nbytes)

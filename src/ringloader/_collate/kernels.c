@@ -50,10 +50,12 @@ enum { DL_MAJOR = 1, DL_CPU = 1, DL_COMPLEX = 5 };
 
 static PyTypeObject *tensor_type; /* NULL until `know_tensors` */
 static const DLExchange *exchange;
-static PyObject *grad_name, *neg_name, *conj_name, *place_name;
+static PyObject *grad_getter, *neg_method, *conj_method; /* of that type */
+static PyObject *place_name;
 
 /* One leaf of a batch: its rows, what all of them have to be like, and where they go. */
 typedef struct {
+    PyObject *held; /* a tuple of its own: reading a tensor may run code of Python, which may do anything to a list */
     PyObject **rows;
     DLTensor first; /* of tensors */
     size_t row_nbytes;
@@ -61,7 +63,8 @@ typedef struct {
     const char **sources; /* NULL once a row was met that is not like the first */
 } Column;
 
-/* Each of these returns 0, without an exception, for a row that is to be left to numpy or torch. */
+/* Each of these returns 0 or NULL for a row that is to be left to numpy or torch. With an exception, if one was raised by what
+ * comes between: a signal's handler, a mode of torch's. */
 
 static int
 measure_array(PyObject *row, size_t *nbytes)
@@ -91,7 +94,9 @@ static int
 describe_tensor(PyObject *row, DLTensor *tensor)
 {
     if (Py_TYPE(row) != tensor_type || exchange->describe(row, tensor) != 0) {
-        PyErr_Clear(); /* sparse, nested, quantized: torch finds the words */
+        if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) {
+            PyErr_Clear(); /* sparse, nested, quantized: torch finds the words */
+        }
         return 0;
     }
     return tensor->device.type == DL_CPU;
@@ -123,15 +128,24 @@ lies_in_one_piece(const DLTensor *tensor)
     return 1;
 }
 
-/* What a tensor is marked with, as DLPack does not say it; unknown counts as marked. */
+/* What DLPack does not say of a tensor: whether its numbers are those that lie there, and nobody wants to go back from them. */
 static int
-is_marked(PyObject *row, PyObject *name, int is_method)
+is_plain(PyObject *row, int is_complex)
 {
-    PyObject *found = is_method ? PyObject_CallMethodNoArgs(row, name) : PyObject_GetAttr(row, name);
-    int is_plain = found == Py_False;
-    Py_XDECREF(found);
-    PyErr_Clear();
-    return !is_plain;
+    PyObject *marks[3] = {Py_TYPE(grad_getter)->tp_descr_get(grad_getter, row, (PyObject *)tensor_type), NULL, NULL};
+    int found = marks[0] == Py_False;
+    if (found) {
+        marks[1] = PyObject_CallOneArg(neg_method, row);
+        found = marks[1] == Py_False;
+    }
+    if (found && is_complex) {
+        marks[2] = PyObject_CallOneArg(conj_method, row);
+        found = marks[2] == Py_False;
+    }
+    for (int mark = 0; mark < 3; mark++) {
+        Py_XDECREF(marks[mark]);
+    }
+    return found;
 }
 
 static const char *
@@ -150,12 +164,7 @@ find_tensor(PyObject *row, const Column *column)
     if (!lies_in_one_piece(&tensor)) {
         return NULL;
     }
-    /* Numbers whose sign is still to be changed are the imaginary parts of others: two of them never lie side by side. */
-    if (is_marked(row, grad_name, 0) || (first->dtype.code == DL_COMPLEX && is_marked(row, conj_name, 1)) ||
-        ((first->dtype.code == DL_COMPLEX || column->row_nbytes * 8 <= first->dtype.bits) && is_marked(row, neg_name, 1))) {
-        return NULL;
-    }
-    return tensor.data + tensor.offset;
+    return is_plain(row, first->dtype.code == DL_COMPLEX) ? tensor.data + tensor.offset : NULL;
 }
 
 static void
@@ -174,9 +183,10 @@ copy_columns(const Column *columns, Py_ssize_t num_columns, Py_ssize_t num_rows)
 
 /* Reads the addresses of all rows; returns the bytes there are to copy, -1 with an exception set. */
 static Py_ssize_t
-find_rows(Column *columns, PyObject *given, PyObject *offsets, const Py_buffer *slot, const char **sources)
+find_rows(Column *columns, Py_ssize_t num_rows, PyObject *given, PyObject *offsets, const Py_buffer *slot,
+          const char **sources)
 {
-    Py_ssize_t num_columns = PyTuple_GET_SIZE(given), num_rows = PySequence_Fast_GET_SIZE(PyTuple_GET_ITEM(given, 0));
+    Py_ssize_t num_columns = PyTuple_GET_SIZE(given);
     size_t total = 0;
     for (Py_ssize_t place = 0; place < num_columns; place++) {
         PyObject *rows = PyTuple_GET_ITEM(given, place);
@@ -186,10 +196,21 @@ find_rows(Column *columns, PyObject *given, PyObject *offsets, const Py_buffer *
         if (PyErr_Occurred()) {
             return -1;
         }
-        column->rows = PySequence_Fast_ITEMS(rows);
+        column->held = PyTuple_CheckExact(rows) ? Py_NewRef(rows) : PyList_AsTuple(rows);
+        if (column->held == NULL) {
+            return -1;
+        }
+        if (PyTuple_GET_SIZE(column->held) != num_rows) {
+            PyErr_Format(PyExc_ValueError, "column %zd has changed", place);
+            return -1;
+        }
+        column->rows = PySequence_Fast_ITEMS(column->held);
         is_array = PyArray_CheckExact(column->rows[0]);
         if (!(is_array ? measure_array(column->rows[0], &column->row_nbytes)
                        : measure_tensor(column->rows[0], &column->first, &column->row_nbytes))) {
+            if (PyErr_Occurred()) {
+                return -1;
+            }
             continue;
         }
         if (offset > (size_t)slot->len || (column->row_nbytes &&
@@ -203,6 +224,9 @@ find_rows(Column *columns, PyObject *given, PyObject *offsets, const Py_buffer *
             const char *source = is_array ? find_array(column->rows[row], column->rows[0])
                                           : find_tensor(column->rows[row], column);
             if (source == NULL) {
+                if (PyErr_Occurred()) {
+                    return -1;
+                }
                 column->sources = NULL;
                 break;
             }
@@ -284,7 +308,7 @@ join(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
         PyErr_NoMemory();
         goto end;
     }
-    nbytes = find_rows(columns, args[0], args[2], &slot, sources);
+    nbytes = find_rows(columns, num_rows, args[0], args[2], &slot, sources);
     if (nbytes < 0) {
         goto end;
     }
@@ -298,6 +322,9 @@ join(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     }
     left = places_left(columns, num_columns);
 end:
+    for (Py_ssize_t place = 0; columns != NULL && place < num_columns; place++) {
+        Py_XDECREF(columns[place].held);
+    }
     PyMem_Free(columns);
     PyMem_Free(sources);
     PyBuffer_Release(&slot);
@@ -514,6 +541,30 @@ end:
 
 /* -- samples ---------------------------------------------------------------------------------------------------------------- */
 
+/* Writes down which sample is read; returns whether that is not wanted any more, -1 with an exception set. The page is held for
+ * no longer: its owner may close it meanwhile. */
+static int
+begin_sample(PyObject *words, Py_ssize_t sample_word, Py_ssize_t cancel_word, Py_ssize_t place, int64_t serial)
+{
+    Py_buffer page;
+    Py_ssize_t num_words;
+    int is_cancelled = -1;
+    if (PyObject_GetBuffer(words, &page, PyBUF_WRITABLE) < 0) {
+        return -1;
+    }
+    num_words = page.len / (Py_ssize_t)sizeof(int64_t);
+    if (sample_word < 0 || sample_word >= num_words || cancel_word < 0 || cancel_word >= num_words) {
+        PyErr_SetString(PyExc_IndexError, "no such word");
+    }
+    else {
+        volatile int64_t *held = page.buf;
+        held[sample_word] = place;
+        is_cancelled = held[cancel_word] == serial;
+    }
+    PyBuffer_Release(&page);
+    return is_cancelled;
+}
+
 PyDoc_STRVAR(fetch_doc, "fetch(dataset, keys, samples, info, words, sample_word, cancel_word, serial, /)\n--\n\n"
 "Append `dataset[key]` to the list `samples` for each of the list `keys` that it has none for yet.\n\n"
 "Before each, its place is written to `info.place` and to the word `sample_word` of `words`, a writable buffer of int64. Ends\n"
@@ -522,10 +573,8 @@ PyDoc_STRVAR(fetch_doc, "fetch(dataset, keys, samples, info, words, sample_word,
 static PyObject *
 fetch(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
-    PyObject *keys, *samples, *result = NULL;
-    Py_buffer buffer;
-    volatile int64_t *words;
-    Py_ssize_t sample_word, cancel_word, num_words;
+    PyObject *keys, *samples;
+    Py_ssize_t sample_word, cancel_word;
     int64_t serial;
     if (num_args != 8 || !PyList_CheckExact(args[1]) || !PyList_CheckExact(args[2])) {
         PyErr_SetString(PyExc_TypeError, "fetch takes a dataset, two lists and five more");
@@ -536,27 +585,23 @@ fetch(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
     sample_word = PyLong_AsSsize_t(args[5]);
     cancel_word = PyErr_Occurred() ? -1 : PyLong_AsSsize_t(args[6]);
     serial = PyErr_Occurred() ? -1 : PyLong_AsLongLong(args[7]);
-    if (PyErr_Occurred() || PyObject_GetBuffer(args[4], &buffer, PyBUF_WRITABLE) < 0) {
+    if (PyErr_Occurred()) {
         return NULL;
-    }
-    words = buffer.buf;
-    num_words = buffer.len / (Py_ssize_t)sizeof(int64_t);
-    if (sample_word < 0 || sample_word >= num_words || cancel_word < 0 || cancel_word >= num_words) {
-        PyErr_SetString(PyExc_IndexError, "no such word");
-        goto end;
     }
     /* The lists are measured anew each time: the dataset may do anything. */
     for (Py_ssize_t place = PyList_GET_SIZE(samples); place < PyList_GET_SIZE(keys); place++) {
         PyObject *number = PyLong_FromSsize_t(place), *key, *sample;
-        int failed = number == NULL || PyObject_SetAttr(args[3], place_name, number) < 0;
+        int is_cancelled, failed = number == NULL || PyObject_SetAttr(args[3], place_name, number) < 0;
         Py_XDECREF(number);
         if (failed || PyErr_CheckSignals() < 0) {
-            goto end;
+            return NULL;
         }
-        words[sample_word] = place;
-        if (words[cancel_word] == serial) {
-            result = Py_NewRef(Py_False);
-            goto end;
+        is_cancelled = begin_sample(args[4], sample_word, cancel_word, place, serial);
+        if (is_cancelled < 0) {
+            return NULL;
+        }
+        if (is_cancelled) {
+            Py_RETURN_FALSE;
         }
         key = Py_NewRef(PyList_GET_ITEM(keys, place));
         sample = PyObject_GetItem(args[0], key);
@@ -564,13 +609,10 @@ fetch(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
         failed = sample == NULL || PyList_Append(samples, sample) < 0;
         Py_XDECREF(sample);
         if (failed) {
-            goto end;
+            return NULL;
         }
     }
-    result = Py_NewRef(Py_True);
-end:
-    PyBuffer_Release(&buffer);
-    return result;
+    Py_RETURN_TRUE;
 }
 
 PyDoc_STRVAR(know_tensors_doc, "know_tensors(tensor_type, /)\n--\n\n"
@@ -581,14 +623,24 @@ know_tensors(PyObject *module, PyObject *type)
 {
     PyObject *capsule = PyType_Check(type) ? PyObject_GetAttrString(type, "__dlpack_c_exchange_api__") : NULL;
     const DLExchange *found = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    PyObject *getter = found == NULL ? NULL : PyObject_GetAttrString(type, "requires_grad");
+    PyObject *neg = found == NULL ? NULL : PyObject_GetAttrString(type, "is_neg");
+    PyObject *conj = found == NULL ? NULL : PyObject_GetAttrString(type, "is_conj");
+    int is_known = getter != NULL && neg != NULL && conj != NULL && Py_TYPE(getter)->tp_descr_get != NULL &&
+                   found->major == DL_MAJOR && found->describe != NULL;
     PyErr_Clear();
     Py_XDECREF(capsule); /* the table lives as long as the process */
-    if (found == NULL || found->major != DL_MAJOR || found->describe == NULL) {
-        Py_RETURN_FALSE;
+    if (is_known) {
+        exchange = found;
+        Py_XSETREF(grad_getter, Py_NewRef(getter));
+        Py_XSETREF(neg_method, Py_NewRef(neg));
+        Py_XSETREF(conj_method, Py_NewRef(conj));
+        Py_XSETREF(tensor_type, (PyTypeObject *)Py_NewRef(type));
     }
-    exchange = found;
-    Py_XSETREF(tensor_type, (PyTypeObject *)Py_NewRef(type));
-    Py_RETURN_TRUE;
+    Py_XDECREF(getter);
+    Py_XDECREF(neg);
+    Py_XDECREF(conj);
+    return PyBool_FromLong(is_known);
 }
 
 static PyMethodDef methods[] = {
@@ -607,10 +659,7 @@ execute(PyObject *module)
 {
     import_array1(-1); /* refuses a numpy that this was not built for */
     place_name = PyUnicode_InternFromString("place");
-    grad_name = PyUnicode_InternFromString("requires_grad");
-    neg_name = PyUnicode_InternFromString("is_neg");
-    conj_name = PyUnicode_InternFromString("is_conj");
-    return place_name == NULL || grad_name == NULL || neg_name == NULL || conj_name == NULL ? -1 : 0;
+    return place_name == NULL ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {

@@ -116,6 +116,12 @@ def is_plain(value: torch.Tensor) -> bool:
     )
 
 
+def is_large(value: torch.Tensor, least_nbytes: int) -> bool:
+    """Return whether a tensor is plain, and of so many bytes at least."""
+    # Its size tells in most cases, and costs a tenth of the other looks.
+    return type(value) is torch.Tensor and value.numel() * value.itemsize >= max(1, least_nbytes) and is_plain(value)
+
+
 def is_joined(value: torch.Tensor) -> bool:
     """Return whether rows like this tensor are joined without torch."""
     return are_joined and is_plain(value) and not dtypes.is_torch_only(_NAMES[value.dtype])
