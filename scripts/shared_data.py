@@ -62,8 +62,10 @@ def read(rank: int, num_ranks: int, num_rows: int, name: str) -> None:
         for rows, labels in loader:
             count += len(labels)
             total += int((rows[:, 0].astype(np.int64) % 10 == labels).sum())
+    # The line's end with the line: where nothing is buffered it would be a write of its own, after another rank's line.
     print(
-        f"rank {rank}: {arrays.nbytes / 2**20:,.0f} MiB after {ready_s:.2f} s, {count} rows read, {total} labels right",
+        f"rank {rank}: {arrays.nbytes / 2**20:,.0f} MiB after {ready_s:.2f} s, {count} rows read, {total} labels right\n",
+        end="",
         flush=True,
     )
 
