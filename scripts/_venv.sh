@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 install_venv() {
     local stamp=.venv/.installed pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check)
     local wanted
-    wanted=$(cat pyproject.toml scripts/constraints.txt src/ringloader/_build/*.py src/ringloader/_collate/*.c | sha256sum)
+    wanted=$(cat pyproject.toml scripts/constraints.txt src/ringloader/_kernels/*.{py,c,h} | sha256sum)
     [[ -x .venv/bin/python ]] || python3 -m venv .venv
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
     # torch by its pin first: nothing else may choose which of its builds is taken.

@@ -18,7 +18,7 @@ _LEVELS = {
     "errors": 0,
     "_core": 1,
     "_specs": 2,
-    "_build": 2,
+    "_kernels": 1,
     "_collate": 2,
     "factory": 3,
     "collation": 3,

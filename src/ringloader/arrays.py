@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.native import take
+from ringloader._kernels import take
 from ringloader._collate.past_caches import LARGE_ROW_NBYTES, row_copier
 from ringloader._core import dtypes
 from ringloader._core.array_spec import ArraySpec

@@ -196,4 +196,4 @@ class KernelSamples:
 
     def has_kernels(self) -> bool:
         """Whether this process may use them."""
-        return sys.modules.get("ringloader._collate.kernels") is not None
+        return sys.modules.get("ringloader._kernels.compiled") is not None

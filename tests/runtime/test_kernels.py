@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from ringloader import ClosedError, FactorySpec, Loader, TokenWindows
-from ringloader._collate import native, tensors
+from ringloader import _kernels
+from ringloader._collate import tensors
 from tests.runtime.sample_datasets import KernelSamples
 
 _MARK = 0xA5
 
-_IS_BUILT = importlib.util.find_spec("ringloader._collate.kernels") is not None
-built = pytest.mark.skipif(native.join is None, reason="not compiled")
+_IS_BUILT = importlib.util.find_spec("ringloader._kernels.compiled") is not None
+built = pytest.mark.skipif(_kernels.join is None, reason="not compiled")
 # Importing `tensors` has told the kernels of them, if torch can be told of.
 _HAS_TENSORS = tensors.are_joined
 with_tensors = pytest.mark.skipif(not _HAS_TENSORS, reason="this torch does not describe tensors to C")
@@ -76,7 +77,7 @@ def test_join_writes_the_rows_and_nothing_else(leaves: list[Any], num_rows: int,
     for column, start in zip(columns, offsets, strict=True):
         written = b"".join(np.asarray(row).tobytes() for row in column)
         expected[start : start + len(written)] = np.frombuffer(written, np.uint8)
-    assert native.join(tuple(columns), slot, tuple(offsets)) == []
+    assert _kernels.join(tuple(columns), slot, tuple(offsets)) == []
     assert slot.tobytes() == expected.tobytes()
 
 
@@ -130,7 +131,7 @@ def test_join_leaves_rows_that_are_not_alike(name: str) -> None:
     odd, plain = _odd_rows()[name], [np.arange(4), np.arange(4)]
     for columns, left in (((odd,), [0]), ((plain, odd, plain), [1]), ((odd, plain, odd), [0, 2])):
         slot = _slot(1024)
-        assert native.join(columns, slot, tuple(256 * place for place in range(len(columns)))) == left
+        assert _kernels.join(columns, slot, tuple(256 * place for place in range(len(columns)))) == left
         for place in left:
             assert (slot[256 * place : 256 * (place + 1)] == _MARK).all()
 
@@ -141,7 +142,7 @@ def test_join_takes_rows_whose_dtypes_are_equal_objects() -> None:
     rows = [pickle.loads(pickle.dumps(np.arange(3) + number)) for number in range(4)]
     rows.append(np.frombuffer(rows[0].tobytes(), np.dtype("i8", copy=True)))
     slot = _slot(24 * len(rows))
-    assert native.join((rows,), slot, (0,)) == []
+    assert _kernels.join((rows,), slot, (0,)) == []
     assert slot.tobytes() == b"".join(row.tobytes() for row in rows)
 
 
@@ -152,7 +153,7 @@ def test_join_refuses_a_column_that_does_not_fit(rows: list[Any], offset: int) -
     """256 bytes into 256: anywhere but at the beginning is too far."""
     slot = _slot(256)
     with pytest.raises((ValueError, OverflowError)):
-        native.join((rows,), slot, (offset,))
+        _kernels.join((rows,), slot, (offset,))
     assert (slot == _MARK).all()
 
 
@@ -178,7 +179,7 @@ def test_join_refuses_a_column_that_does_not_fit(rows: list[Any], offset: int) -
 def test_join_refuses_what_is_no_batch(arguments: tuple[Any, ...]) -> None:
     """With an exception, not with a crash."""
     with pytest.raises((TypeError, ValueError, BufferError)):
-        native.join(*arguments)
+        _kernels.join(*arguments)
 
 
 class _Mode(TorchFunctionMode):
@@ -203,8 +204,8 @@ def test_join_passes_on_what_a_signal_raises(kind: type[BaseException]) -> None:
 
     rows = [torch.arange(4)] * 3
     with _Mode(interrupt), pytest.raises(kind):
-        native.join((rows,), _slot(256), (0,))
-    assert native.join((rows,), _slot(256), (0,)) == []
+        _kernels.join((rows,), _slot(256), (0,))
+    assert _kernels.join((rows,), _slot(256), (0,)) == []
 
 
 @with_tensors
@@ -214,7 +215,7 @@ def test_join_of_rows_that_are_taken_away_meanwhile() -> None:
     expected = torch.stack(rows).numpy().tobytes()
     slot = _slot(len(expected))
     with _Mode(rows.clear):
-        assert native.join((rows,), slot, (0,)) == []
+        assert _kernels.join((rows,), slot, (0,)) == []
     assert slot.tobytes() == expected
     assert rows == []
 
@@ -226,11 +227,11 @@ def test_know_tensors_refuses_what_describes_nothing() -> None:
     class Liar:
         __dlpack_c_exchange_api__ = "no capsule"
 
-    assert not native.know_tensors(Liar)
-    assert not native.know_tensors(int)
-    assert not native.know_tensors(3)
+    assert not _kernels.know_tensors(Liar)
+    assert not _kernels.know_tensors(int)
+    assert not _kernels.know_tensors(3)
     slot = _slot(64)
-    assert native.join(([torch.arange(4)] * 2,), slot, (0,)) == []
+    assert _kernels.join(([torch.arange(4)] * 2,), slot, (0,)) == []
 
 
 # -- take
@@ -248,7 +249,7 @@ def test_take_writes_the_windows_and_nothing_else(num_tokens: int, length: int, 
     tokens = rng.integers(0, 1 << 40, num_tokens)
     places = rng.integers(0, num_windows, int(rng.integers(1, 20)))
     inputs, targets = np.full((2, len(places) + 1, length), -1)
-    native.take(tokens, 8 * stride, 8 * length, places, (inputs, targets), (0, 8))
+    _kernels.take(tokens, 8 * stride, 8 * length, places, (inputs, targets), (0, 8))
     for row, place in enumerate(places * stride):
         assert np.array_equal(inputs[row], tokens[place : place + length])
         assert np.array_equal(targets[row], tokens[place + 1 : place + 1 + length])
@@ -281,7 +282,7 @@ def test_take_refuses_rows_that_are_not_whole(stride: int, row_nbytes: int, plac
     """In an array of 72 bytes, or a target of 80."""
     target = np.full(10, -1)
     with pytest.raises((IndexError, ValueError)):
-        native.take(np.arange(9), stride, row_nbytes, np.array(places), (target,), shifts)
+        _kernels.take(np.arange(9), stride, row_nbytes, np.array(places), (target,), shifts)
     assert (target == -1).all()
 
 
@@ -305,7 +306,7 @@ def test_take_refuses_what_is_no_buffer(arguments: tuple[Any, ...]) -> None:
     held = [argument for argument in arguments if isinstance(argument, np.ndarray)]
     counts = [sys.getrefcount(array) for array in held]
     with pytest.raises((TypeError, ValueError, BufferError, OverflowError)):
-        native.take(*arguments)
+        _kernels.take(*arguments)
     assert [sys.getrefcount(array) for array in held] == counts
 
 
@@ -342,7 +343,7 @@ def test_windows_at_places_that_do_not_lie_side_by_side() -> None:
 # -- stream
 
 
-@pytest.mark.skipif(native.stream is None, reason="written for x86, in C")
+@pytest.mark.skipif(_kernels.stream is None, reason="written for x86, in C")
 @pytest.mark.parametrize(
     ("rows", "place", "row", "error"),
     [
@@ -361,7 +362,7 @@ def test_windows_at_places_that_do_not_lie_side_by_side() -> None:
 def test_stream_refuses_a_row_without_a_place(rows: Any, place: Any, row: Any, error: Any) -> None:
     """Nothing is written."""
     with pytest.raises(error):
-        native.stream(rows, place, row)
+        _kernels.stream(rows, place, row)
     assert set(np.frombuffer(rows, np.uint8) if isinstance(rows, bytes) else rows) <= {0, _MARK}
 
 
@@ -392,7 +393,7 @@ def _fetch(keys: list[Any], samples: list[Any], serial: int = 77) -> tuple[Any, 
     info, words = _Info(), memoryview(bytearray(128)).cast("q")
     dataset = _Noting(info, words)
     try:
-        result = native.fetch(dataset, keys, samples, info, words, 1, 8, serial)
+        result = _kernels.fetch(dataset, keys, samples, info, words, 1, 8, serial)
     except RuntimeError as error:
         result = error
     return result, dataset.seen
@@ -438,7 +439,7 @@ def test_fetch_holds_the_page_for_no_longer_than_a_look() -> None:
 
     samples: list[Any] = []
     with pytest.raises(ValueError, match="released"):
-        native.fetch(Closing(), [1, 2], samples, _Info(), words, 1, 8, 77)
+        _kernels.fetch(Closing(), [1, 2], samples, _Info(), words, 1, 8, 77)
     assert samples == [1]
 
 
@@ -478,7 +479,7 @@ def test_fetch_with_a_dataset_that_empties_the_list_of_keys() -> None:
             return key
 
     samples: list[Any] = []
-    assert native.fetch(Emptying(), keys, samples, _Info(), memoryview(bytearray(128)).cast("q"), 1, 8, 77) is True
+    assert _kernels.fetch(Emptying(), keys, samples, _Info(), memoryview(bytearray(128)).cast("q"), 1, 8, 77) is True
     assert samples == [1]
 
 
@@ -504,7 +505,7 @@ def test_fetch_refuses_other_arguments(change: dict[int, Any]) -> None:
     for place, value in change.items():
         arguments[place] = value
     with pytest.raises((TypeError, IndexError, OverflowError, BufferError)):
-        native.fetch(*arguments)
+        _kernels.fetch(*arguments)
 
 
 # -- together
@@ -520,11 +521,11 @@ def test_kernels_keep_nothing() -> None:
     everything = [*rows, *tensors, slot, key, sample, places, target, rows[0].dtype, np.ndarray, torch.Tensor]
     before = [sys.getrefcount(each) for each in everything]
     for _ in range(1000):
-        native.join((rows, tensors, odd), slot, (0, 100_000, 200_000))
-        native.take(rows[0], 8, 8, places, (target,), (0,))
-        native.fetch({key: sample}, [key], [], _Info(), memoryview(bytearray(128)).cast("q"), 1, 8, 77)
-        if native.stream is not None:
-            native.stream(target, 1, rows[0])
+        _kernels.join((rows, tensors, odd), slot, (0, 100_000, 200_000))
+        _kernels.take(rows[0], 8, 8, places, (target,), (0,))
+        _kernels.fetch({key: sample}, [key], [], _Info(), memoryview(bytearray(128)).cast("q"), 1, 8, 77)
+        if _kernels.stream is not None:
+            _kernels.stream(target, 1, rows[0])
     assert max(abs(now - then) for now, then in zip(map(sys.getrefcount, everything), before, strict=True)) < 10
 
 

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringloader import ArrayDataset, FactorySpec, Loader
-from ringloader._collate import native, past_caches
+from ringloader import _kernels
+from ringloader._collate import past_caches
 from ringloader._collate.past_caches import LARGE_BATCH_NBYTES, LARGE_ROW_NBYTES, row_copier
 from tests.runtime.writing_datasets import LargeRows
 
 _MARK = 0xA5
 _LARGE = 1 << 40
 
-only_x86 = pytest.mark.skipif(native.stream is None, reason="written for x86, in C")
+only_x86 = pytest.mark.skipif(_kernels.stream is None, reason="written for x86, in C")
 
 
 def _bytes(rng: np.random.Generator, size: int) -> np.ndarray:

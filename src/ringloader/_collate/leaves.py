@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ringloader._collate.native import join
+from ringloader._kernels import join
 from ringloader._core import dtypes
 from ringloader._core.layout import LeafType, Node, leaf_type
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._collate.native import stream
+from ringloader._kernels import stream
 
 # From 12 MiB on a batch gains where the training process reads it once; where it does twice, it loses nothing from here on.
 LARGE_BATCH_NBYTES = 16 << 20

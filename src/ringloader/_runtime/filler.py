@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringloader._collate.collate import Batch, Collated, Collator
-from ringloader._collate.native import fetch
+from ringloader._kernels import fetch
 from ringloader._collate.written import Writer, draws_nothing, offers
 from ringloader._core import messages as msg
 from ringloader._core import values
