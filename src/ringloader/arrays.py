@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ringloader._kernels import take
 from ringloader._collate.past_caches import LARGE_ROW_NBYTES, row_copier
 from ringloader._core import dtypes
 from ringloader._core.array_spec import ArraySpec
 from ringloader._core.blake2 import blake2b
+from ringloader._kernels import take
 from ringloader._specs import mapped
 from ringloader._specs.handles import Shareable
 from ringloader.datasets import Dataset

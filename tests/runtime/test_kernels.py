@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from ringloader import ClosedError, FactorySpec, Loader, TokenWindows
-from ringloader import _kernels
+from ringloader import ClosedError, FactorySpec, Loader, TokenWindows, _kernels
 from ringloader._collate import tensors
 from tests.runtime.sample_datasets import KernelSamples
 

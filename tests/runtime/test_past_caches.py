@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringloader import ArrayDataset, FactorySpec, Loader
-from ringloader import _kernels
+from ringloader import ArrayDataset, FactorySpec, Loader, _kernels
 from ringloader._collate import past_caches
 from ringloader._collate.past_caches import LARGE_BATCH_NBYTES, LARGE_ROW_NBYTES, row_copier
 from tests.runtime.writing_datasets import LargeRows

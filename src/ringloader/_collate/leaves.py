@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ringloader._kernels import join
 from ringloader._core import dtypes
 from ringloader._core.layout import LeafType, Node, leaf_type
+from ringloader._kernels import join
 
 _Casting = Literal["unsafe", "no"]
 

@@ -17,10 +17,10 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ringloader._collate.containers import name_of
-from ringloader._kernels import know_tensors
 from ringloader._collate.wrap import LeafPlan, plan_of, wrap_with
 from ringloader._core import dtypes
 from ringloader._core.layout import Layout, LeafType, Placement, leaf_type
+from ringloader._kernels import know_tensors
 from ringloader.errors import ConfigError
 
 # torch has second names for some: "float" is "float32".

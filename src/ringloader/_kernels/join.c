@@ -263,10 +263,10 @@ check_columns(PyObject *given, PyObject *offsets)
 }
 
 PyDoc_STRVAR(join_doc, "join(columns, slot, offsets, /)\n--\n\n"
-"Copy rows, arrays or tensors, one behind the other into `slot`, a writable buffer, those of a column from its offset on.\n\n"
-"`columns`: a tuple of lists or tuples of one length; `offsets`: a tuple of as many ints, in bytes. Returns the places of the\n"
 "Copy rows, arrays or tensors, one behind the other into `slot`, a writable buffer, each column from its offset on.\n\n"
-"of the first. Raises ValueError for a column that does not fit.");
+"`columns`: a tuple of lists or tuples of one length; `offsets`: a tuple of as many ints, in bytes. Returns the places of the\n"
+"columns that were left out, as their rows are not all contiguous arrays, or plain tensors, of numbers, with the shape and\n"
+"dtype of the first. Raises ValueError for a column that does not fit.");
 
 static PyObject *
 join(PyObject *module, PyObject *const *args, Py_ssize_t num_args)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ringloader._collate.collate import Batch, Collated, Collator
-from ringloader._kernels import fetch
 from ringloader._collate.written import Writer, draws_nothing, offers
 from ringloader._core import messages as msg
 from ringloader._core import values
@@ -26,6 +25,7 @@ from ringloader._core.batch_keys import Keys, unpack_keys
 from ringloader._core.layout import Layout
 from ringloader._core.policy import SampleRetry
 from ringloader._core.records import record
+from ringloader._kernels import fetch
 from ringloader._runtime import status
 from ringloader._runtime.seeding import Seeder
 from ringloader._runtime.status import StatusPage
