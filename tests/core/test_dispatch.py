@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from ringloader._core import events as ev
 from ringloader._core import messages as msg
 from ringloader._core.batch_keys import pack_keys
 from ringloader._core.scheduler import Scheduler
-from ringloader._core.session import Session
+from ringloader._core.session import BatchState, Session
 from tests.core.deciding import filled, fills, scheduler, sent
 
 QUICK_NS = 20_000
@@ -191,3 +192,23 @@ def test_session_whose_batches_turn_slow_is_not_deep_for_long() -> None:
     assert core.num_ahead(session) == 8
     make(core, session, [10**8])
     assert core.num_ahead(session) == 2
+
+
+def test_session_that_was_alone_gives_back_what_is_beyond_its_share() -> None:
+    """To one that finds the ring full. It gets no more than its share either, while there are two, and all it wants after."""
+    core = scheduler(2)
+    quick = deep(core, 150_000, nbytes=4096)
+    core.handle(ev.SegmentAdded(0, 4096, 16), 1.0)
+    for worker_id, fill in submit(core, quick, 16):
+        core.receive(worker_id, 1, replace(filled(fill, 150_000), nbytes=4096), 1.0)
+    assert fills(sent(core)) == []
+    other = opened(core, 1, SLOW_NS)
+    other.slot_nbytes, other.awaited = 4096, True
+    assert submit(core, other, 4) == []
+    core.handle(ev.SegmentRefused(4096, "no room", configured=True), 1.0)
+    assert [command.fill.session_id for command in fills(sent(core))] == [1, 1, 1, 1]
+    ready = [batch.batch_id for batch in quick.batches.values() if batch.state is BatchState.READY]
+    assert ready == list(range(12))
+    assert fills(sent(core)) == []  # four of the first wait, and do not come before its share is less
+    core.close_session(1)
+    core.check()

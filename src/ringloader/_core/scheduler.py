@@ -381,12 +381,14 @@ class Scheduler:
         if need == 0:
             self._issue(session, batch, worker, None)
             return True
+        if self.room.refusal is not None and self._has_its_share(session, batch):
+            return False
         slot = self.slots.acquire(need, session.session_id)
         if slot is None:
             if session.is_early:
                 return False
             num_more = self.num_ahead(session) - self.policy.num_in_flight
-            return self._revoke_early() or self.room.want(session, batch, need, num_more)
+            return self._revoke_early() or self._revoke_deep(session) or self.room.want(session, batch, need, num_more)
         session.starved = False
         self._issue(session, batch, worker, slot)
         return True
@@ -395,15 +397,38 @@ class Scheduler:
         """Where the ring may not grow, take back the slot of a batch that nobody has asked for yet; True when there was one."""
         if self.room.refusal is None:
             return False
-        for session in self.sessions.values():
-            youngest = session.youngest_ready() if session.is_early else None
-            if youngest is not None:
-                slot_id = youngest.slot_id
-                session.wait(youngest)
-                self.room.num_revoked += 1
-                self.room.revoke(slot_id)
-                return True
-        return False
+        return any(session.is_early and self._revoke_youngest(session) for session in self.sessions.values())
+
+    def _revoke_deep(self, needy: Session) -> bool:
+        """The same of a session that was alone once, and has more batches made ahead than its share."""
+        if self.room.refusal is None:
+            return False
+        others = [session for session in self.sessions.values() if session is not needy]
+        return any(self._num_made(other) > self._share and self._revoke_youngest(other) for other in others)
+
+    def _revoke_youngest(self, session: Session) -> bool:
+        youngest = session.youngest_ready()
+        if youngest is None:
+            return False
+        slot_id = youngest.slot_id
+        session.wait(youngest)
+        self.room.num_revoked += 1
+        self.room.revoke(slot_id)
+        return True
+
+    @property
+    def _share(self) -> int:
+        # One more than are in flight: the one that is handed over next.
+        return self.policy.num_in_flight + 1
+
+    def _num_made(self, session: Session) -> int:
+        return sum(1 for batch in session.batches.values() if batch.slot_id != msg.NO_SLOT)
+
+    def _has_its_share(self, session: Session, batch: Batch) -> bool:
+        # What was taken back from it is not to come again at once. Its oldest is never held back: the others wait for that one.
+        if len(self.sessions) == 1 or len(session.batches) <= self._share or batch is session.oldest():
+            return False
+        return self._num_made(session) >= self._share
 
     def _worker_for(self, session: Session, batch: Batch) -> Worker | None:
         if batch.sticky_worker >= 0:
