@@ -125,14 +125,15 @@ def deep(core: Scheduler, took_ns: int, *, nbytes: int = 0, max_depth: int = 8) 
 
 
 def test_worker_holds_as_many_quick_batches_as_keep_it_busy() -> None:
-    """Two milliseconds, but never more than eight batches nor 16 MiB; those made before another could be woken are packed."""
+    """Two milliseconds, but never more than eight batches, nor all together 32 MiB; those made before another could be woken
+    are packed."""
     for took_ns, nbytes, expected in (
         (10**7, 0, 2),
         (10**6, 0, 2),
         (600_000, 0, 3),
         (400_000, 0, 5),
         (150_000, 0, 8),
-        (150_000, 4 << 20, 4),
+        (150_000, 2 << 20, 5),
         (150_000, 40 << 20, 2),
         (90_000, 0, 2),
     ):
@@ -211,4 +212,27 @@ def test_session_that_was_alone_gives_back_what_is_beyond_its_share() -> None:
     assert ready == list(range(12))
     assert fills(sent(core)) == []  # four of the first wait, and do not come before its share is less
     core.close_session(1)
+    core.check()
+
+
+def test_session_that_opens_waits_for_nobodys_queue() -> None:
+    """What workers hold of another beyond its share, and have not begun, is taken back; it is made after all."""
+    core = scheduler(2)
+    quick = deep(core, 150_000)
+    got = submit(core, quick, 16)
+    core.open_session(Session(1, 0, in_order=True))
+    cancels = [command for command in sent(core) if isinstance(command, ev.SendCancel)]
+    assert sorted(command.batch_id for command in cancels) == list(range(4, 16))
+    assert all(command.serial != command.running for command in cancels)
+    fill_of = {fill.batch_id: (worker_id, fill) for worker_id, fill in got}
+    for command in cancels:
+        worker_id, fill = fill_of[command.batch_id]
+        core.receive(worker_id, 1, msg.Cancelled(fill.serial, fill.generation), 1.0)
+    assert fills(sent(core)) == []
+    again = []
+    for batch_id in range(4):
+        worker_id, fill = fill_of[batch_id]
+        core.receive(worker_id, 1, filled(fill, 150_000), 1.0)
+        again += [command.fill.batch_id for command in fills(sent(core))]
+    assert again == [4, 5, 6, 7]
     core.check()

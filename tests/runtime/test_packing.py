@@ -11,6 +11,7 @@ import pytest
 
 from ringloader import FactorySpec, FaultPolicy, Loader
 from ringloader._core import scheduler
+from ringloader._core.session import BatchState
 from ringloader._core.workers import WorkerState
 from tests.runtime import case_datasets as cases
 from tests.runtime.conftest import wait_until
@@ -144,3 +145,26 @@ def test_ring_with_little_room_is_enough_for_quick_batches(monkeypatch: pytest.M
         engine = loader._engine
         assert engine is not None
         assert engine.scheduler.room.num_refused
+
+
+def test_second_iterator_does_not_wait_for_a_long_queue_of_slow_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight quick batches are made ahead by each worker; those that follow take their time. What has not been begun when the
+    other iterator comes is taken back: two by each worker are made at most."""
+    monkeypatch.setattr(scheduler, "_WAKE_NS", 0)
+    monkeypatch.setattr(scheduler, "_AHEAD_NS", 10**12)
+    with Loader(FactorySpec(TurnsSlow, 400, 200, 0.1), batch_size=4, num_workers=2, output="numpy") as loader:
+        first = iter(loader)
+        assert [row[0] for _ in range(50) for row in next(first).tolist()] == list(range(200))
+        engine = loader._engine
+        assert engine is not None
+
+        def num_held() -> list[int]:
+            first_id = first._session.session_id
+            return [sum(owner == first_id for owner, _ in worker.fills.values()) for worker in engine.scheduler.workers.all]
+
+        assert wait_until(lambda: num_held() == [8, 8])
+        second = iter(loader)
+        assert wait_until(lambda: max(num_held()) <= 2)
+        num_made = sum(batch.state is BatchState.READY for batch in first._session.batches.values())
+        assert num_made <= 4
+        assert next(second)[0][0] == 0

@@ -36,8 +36,8 @@ _WAKE_NS = 100_000
 # Batches that take more than this are prefetched as many as the user says. Of quicker ones a worker holds as many as keep it
 # busy for so long: the training process, which is woken for each, then finds several at once.
 _AHEAD_NS = 2_000_000
-# But not more than the caches hold, beside what the others make.
-_AHEAD_NBYTES = 16 << 20
+# But all workers together not more than caches hold, and nobody misses.
+_AHEAD_NBYTES = 32 << 20
 # Quick batches on one worker at a time. Should they turn slow, so many are made one after the other.
 _MAX_QUICK_FILLS = 4
 
@@ -90,6 +90,9 @@ class Scheduler:
         session.busy_ns = min((other.busy_ns for other in self.sessions.values()), default=0)
         known = [other.slot_nbytes for other in self.sessions.values() if other.slot_nbytes is not None]
         session.slot_nbytes = max(known, default=self._usual_nbytes)
+        if not session.is_early:
+            for other in self.sessions.values():
+                self._shed(other)
         self.sessions[session.session_id] = session
 
     def close_session(self, session_id: int) -> None:
@@ -350,6 +353,15 @@ class Scheduler:
                 ev.SendCancel(worker.worker_id, worker.incarnation, session_id, batch.batch_id, batch.serial, running)
             )
 
+    def _shed(self, session: Session) -> None:
+        """Take back what workers hold of a session beyond its share: it may have turned slow, and others would wait for it."""
+        for worker in self.workers.all:
+            held = [fill for session_id, fill in worker.fills.values() if session_id == session.session_id]
+            for fill in held[self.policy.prefetch_factor :]:
+                batch = session.batches.get(fill.batch_id)
+                if batch is not None and batch.serial == fill.serial:
+                    self._cancel(session.session_id, batch)
+
     def _drop_stash(self, session_id: int, batch: Batch) -> None:
         worker = self.workers.all[batch.sticky_worker]
         self.outbox.append(ev.SendCancel(worker.worker_id, worker.incarnation, session_id, batch.batch_id, -1, -1))
@@ -449,7 +461,7 @@ class Scheduler:
         least, usual_ns = self.policy.prefetch_factor, session.usual_ns
         if session.max_depth <= least or usual_ns * least >= _AHEAD_NS or usual_ns < _WAKE_NS or self.room.num_refused:
             return least
-        most = _AHEAD_NBYTES // max(1, session.slot_nbytes or 0)
+        most = _AHEAD_NBYTES // (self.policy.num_workers * max(1, session.slot_nbytes or 0))
         return max(least, min(session.max_depth, _AHEAD_NS // usual_ns, most))
 
     def _limit(self, session: Session) -> int:
