@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ringloader._core import scheduler
+from tests.runtime.running import is_alive
 
 # A look for garbage that takes longer goes through modules: what a test has made is little.
 _LONG_COLLECT_S = 0.01
@@ -38,7 +39,8 @@ def shm_names() -> set[str]:
 
 
 def our_children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    # One that was listed may be gone when it is looked at.
+    return [child for child in psutil.Process().children(recursive=True) if is_alive(child.pid)]
 
 
 def our_threads() -> set[str]:
