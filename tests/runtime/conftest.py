@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from ringloader._core import scheduler
-from tests.runtime.running import is_alive
 
 # A look for garbage that takes longer goes through modules: what a test has made is little.
 _LONG_COLLECT_S = 0.01
@@ -39,8 +38,14 @@ def shm_names() -> set[str]:
 
 
 def our_children() -> list[psutil.Process]:
-    # One that was listed may be gone when it is looked at.
-    return [child for child in psutil.Process().children(recursive=True) if is_alive(child.pid)]
+    return [child for child in psutil.Process().children(recursive=True) if not _has_ended(child)]
+
+
+def _has_ended(child: psutil.Process) -> bool:
+    try:
+        return bool(child.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True  # since it was listed
 
 
 def our_threads() -> set[str]:
