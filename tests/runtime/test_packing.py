@@ -95,13 +95,25 @@ def test_worker_that_hangs_with_all_the_batches_is_replaced(tmp_path: Path) -> N
 
 def test_abandoned_epochs_do_not_have_the_ring_grow_for_ever() -> None:
     """Batches of one that are still queued take slots until they are cancelled: one more segment at most."""
-    with Loader(FactorySpec(cases.Epochs, 1000), batch_size=10, num_workers=2) as loader:
+    with Loader(FactorySpec(cases.Epochs, 1000), batch_size=10, num_workers=2, prefetch_factor=2) as loader:
         next(iter(loader))
         early_nbytes = loader.stats().ring_nbytes
         for epoch in range(1, 200):
             assert next(iter(loader)).tolist() == [epoch * 100 + i for i in range(10)]
         assert loader.stats().ring_nbytes <= 2 * early_nbytes
         assert loader.stats().num_segments <= 2
+
+
+def test_abandoned_epochs_with_more_made_ahead_have_a_ring_that_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots for eight batches of each worker and two that are held; as many once more for those that are being cancelled."""
+    monkeypatch.setattr(scheduler, "_WAKE_NS", 0)
+    monkeypatch.setattr(scheduler, "_AHEAD_NS", 10**12)
+    with Loader(FactorySpec(cases.Epochs, 1000), batch_size=10, num_workers=2) as loader:
+        for epoch in range(200):
+            batches = iter(loader)
+            for place in range(3):
+                assert next(batches).tolist() == [epoch * 100 + 10 * place + i for i in range(10)]
+        assert loader.stats().num_slots <= 2 * (2 * 8 + 2)
 
 
 def test_two_iterators_over_quick_batches_are_both_right() -> None:
