@@ -57,10 +57,10 @@ class LoaderIterator(Iterator[Any]):
         self._session = progress.session
         self._source = progress.source
         self._num_ahead = max(1, loader._options.num_workers) * loader._options.prefetch_factor
-        if progress.is_planned:
-            self._session.max_depth = loader._options.max_prefetch
         if engine.backend.is_inline:
             self._num_ahead = 0  # nothing is made ahead on the caller's own time
+        elif progress.is_planned:
+            self._session.max_depth = loader._options.max_prefetch
         self._pulled: list[tuple[int, Keys]] = []
         self._is_pulled = False  # the sampler has no more
         self._is_over = False
@@ -124,7 +124,7 @@ class LoaderIterator(Iterator[Any]):
         """Pull the sampler up to what this call is due; return what the session has not got yet."""
         session, pulled = self._session, self._pulled
         num_delivered = session.num_delivered + (session.in_hand is not None and session.arrived)
-        num_ahead = max(self._num_ahead, self._engine.scheduler.num_ahead(session)) if self._num_ahead else 0
+        num_ahead = self._engine.scheduler.num_ahead(session) if self._num_ahead else 0
         target = num_delivered + session.num_gone - len(self._progress.kept) + 1 + num_ahead
         while pulled and pulled[0][0] < session.num_submitted:
             pulled.pop(0)

@@ -38,6 +38,23 @@ def test_kernels_are_there_where_there_is_a_compiler() -> None:
     assert _IS_BUILT or not (shutil.which("cc") and has_headers)
 
 
+def test_kernels_that_cannot_be_loaded_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were never built are not."""
+
+    def fail_with(error: ImportError) -> None:
+        def fail(name: str) -> None:
+            raise error
+
+        monkeypatch.setattr(importlib, "import_module", fail)
+
+    monkeypatch.delenv("RINGLOADER_KERNELS", raising=False)
+    fail_with(ImportError("undefined symbol"))
+    with pytest.warns(RuntimeWarning, match="undefined symbol; install it anew"):
+        assert _kernels._load() is None
+    fail_with(ModuleNotFoundError("No module named 'ringloader._kernels.compiled'"))
+    assert _kernels._load() is None
+
+
 # -- join
 
 

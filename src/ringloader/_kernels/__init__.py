@@ -2,7 +2,8 @@
 
 Owns the copying of many rows in one call: out of samples (`join`), out of one array by places (`take`), of a large row past the
 caches (`stream`); and the asking for samples (`fetch`). There are none where the package was installed without a C compiler, or
-with RINGLOADER_KERNELS=0: who uses one has an equal in Python. What is given is checked in C to the byte, whatever the caller
+with RINGLOADER_KERNELS=0: who uses one has an equal in Python. What is built and cannot be loaded, as with a numpy that it was
+not built for, is warned of. What is given is checked in C to the byte, whatever the caller
 has looked at before: no call reads or writes outside of it. Must not know slots, layouts or batches, nor import torch.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from typing import Any
 
 
@@ -18,7 +20,13 @@ def _load() -> Any:
         return None
     try:
         return importlib.import_module("ringloader._kernels.compiled")
-    except ImportError:
+    except ModuleNotFoundError:
+        return None
+    except ImportError as error:
+        words = (
+            f"ringloader's compiled loops cannot be loaded, and batches are made without them, slower: {error}; install it anew"
+        )
+        warnings.warn(words, RuntimeWarning, stacklevel=2)
         return None
 
 
